@@ -1,4 +1,4 @@
-"""Token shards and vocabularies: what a shard is, and how its GPT-2 tokens become a run's ids.
+"""Token shards: what one is, how its GPT-2 tokens become a run's ids, and these become rows.
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then the tokens
 as uint16: GPT-2's ids, a document start (50256) before every document. Needs numpy alone.
@@ -6,6 +6,8 @@ as uint16: GPT-2's ids, a document start (50256) before every document. Needs nu
 
 import hashlib
 import os
+import queue
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,26 +22,26 @@ _PRINT = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_ORDER = bytes(_PRINT + [b for b in range(256) if b not in _PRINT])
 
 
-class ShardError(ValueError):
-    """A shard that is missing, damaged, or no shard at all; the message says what mends it."""
+class UserError(ValueError):
+    """What the user can mend; one sentence with the value and what mends it."""
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """The uint16 tokens of a shard, mapped and not read; ShardError where it is not whole."""
+    """The uint16 tokens of a shard, mapped and not read; UserError where it is not whole."""
     mend = "fetch it again: `python data/fineweb.py download`, or `git checkout data`"
     if not Path(path).is_file():
-        raise ShardError(f"{path}: no such shard; {mend}")
+        raise UserError(f"{path}: no such shard; {mend}")
     size = os.path.getsize(path)
     if size < HEADER_BYTES:
-        raise ShardError(f"{path}: {size} bytes, too short for a shard's header; {mend}")
+        raise UserError(f"{path}: {size} bytes, too short for a shard's header; {mend}")
     magic, version, count = (int(n) for n in np.fromfile(path, "<i4", 3))
     if (magic, version) != (MAGIC, VERSION):
-        raise ShardError(
+        raise UserError(
             f"{path}: begins with {magic}, {version} where a shard has {MAGIC}, {VERSION}; {mend}"
         )
     expected = HEADER_BYTES + 2 * count
     if count < 1 or size != expected:
-        raise ShardError(
+        raise UserError(
             f"{path}: {size} bytes, but its header counts {count} tokens ({expected} bytes); {mend}"
         )
     return np.memmap(path, "<u2", "r", offset=HEADER_BYTES)
@@ -48,14 +50,14 @@ def read_shard(path: str | Path) -> np.ndarray:
 def inspect_shard(path: str | Path) -> dict:
     """Name, bytes, tokens and sha256 of a shard that is read from end to end.
 
-    ShardError also where a token is none of GPT-2's 50,257 ids.
+    UserError also where a token is none of GPT-2's 50,257 ids.
     """
     tokens = read_shard(path)
     for start in range(0, len(tokens), 2**24):
         piece = tokens[start : start + 2**24]
         if piece.max() > DOCUMENT_START:
             at = int((piece > DOCUMENT_START).argmax())
-            raise ShardError(
+            raise UserError(
                 f"{path}: token {piece[at]} at {start + at} is none of GPT-2's 50257 ids;"
                 " make the shard again"
             )
@@ -128,3 +130,90 @@ class Vocabulary:
         """Text of ids; the document start is an empty line."""
         tokens = [*gpt2_tokens()[: self.size - 1], b"\n\n"]
         return b"".join(tokens[i] for i in ids).decode("utf-8", "replace")
+
+
+# A row is a list of pieces (tokens, start, length) for a model to read; a token's target is the
+# next one of the stream, so that also the last token of a clipped document has its true successor.
+# Both makers take arrays of tokens and yield rows of the sizes that are asked for, in order.
+
+
+def stream_rows(arrays, shapes: list[tuple[int, int, int]], document_start: int, seed: int):
+    """Rows cut from the stream without loss, shuffled inside each array by the seed.
+
+    shapes: (rows, tokens of a row, unused) of each stage.
+    """
+    rng = np.random.default_rng(seed)
+    block = max(size for _, size, _ in shapes)  # what is shuffled; shorter rows cut it up
+    sizes = (size for count, size, _ in shapes for _ in range(count))
+    size, tail = next(sizes), np.empty(0, np.uint16)
+    for tokens in arrays:
+        tokens = np.concatenate([tail, tokens])
+        count = (len(tokens) - 1) // block
+        tail = tokens[count * block :]
+        for i in rng.permutation(count).tolist():
+            start, end = i * block, (i + 1) * block
+            while size and start + size <= end:
+                yield [(tokens, start, size)]
+                start, size = start + size, next(sizes, 0)
+
+
+def document_rows(arrays, shapes: list[tuple[int, int, int]], document_start: int, seed: int):
+    """Rows of whole documents in the stream's order, clipped; what is clipped off is left out.
+
+    shapes: (rows, tokens of a row, most tokens of a document) of each stage. A row of very many
+    documents ends early, so that it has at most max_segments of them.
+    """
+    sizes = ((size, limit) for count, size, limit in shapes for _ in range(count))
+    size, limit = next(sizes)
+    tail, row, room = np.empty(0, np.uint16), [], size
+    for tokens in arrays:
+        tokens = np.concatenate([tail, tokens])
+        starts = np.flatnonzero(tokens == document_start).tolist()
+        for start, end in zip(starts[:-1], starts[1:], strict=True):
+            row.append((tokens, start, min(end - start, limit, room)))
+            room -= row[-1][2]
+            if room == 0 or len(row) == max_segments(size):
+                yield row
+                size, limit = next(sizes, (0, 0))
+                if not size:
+                    return
+                row, room = [], size
+        tail = tokens[starts[-1] :] if starts else tokens  # may go on in the next shard
+
+
+def max_segments(tokens: int) -> int:
+    """Documents that a row has room for: shapes must not depend on the data."""
+    return max(1, tokens // 64)
+
+
+def usable_tokens(tokens: np.ndarray, limit: int, document_start: int, rows: str) -> int:
+    """Tokens that rows can be made of, where documents are clipped at `limit`."""
+    if rows == "stream":
+        return len(tokens) - 1
+    starts = np.flatnonzero(tokens == document_start)
+    return int(np.minimum(np.diff(starts, append=len(tokens)), limit).sum())
+
+
+ROW_MAKERS = {"stream": stream_rows, "documents": document_rows}
+
+
+def prefetch(iterator, depth: int = 2):
+    """Run an iterator in a thread, `depth` items ahead; what it raises is raised here."""
+    items: queue.Queue = queue.Queue(depth)
+
+    def work():
+        try:
+            for item in iterator:
+                items.put((item, None))
+            items.put((None, StopIteration()))
+        except Exception as error:
+            items.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    while True:
+        item, error = items.get()
+        if isinstance(error, StopIteration):
+            return
+        if error:
+            raise error
+        yield item

@@ -1,0 +1,1004 @@
+"""Train a GPT on token shards as fast as is known.
+
+    ./run.sh                          the track that fits this machine: 8 GPUs, or a laptop's CPU
+    ./run.sh --seed 1 --lr 0.04       every setting below is a flag
+    python train_gpt.py --preset cpu --train_steps 20         one process, without the launcher
+
+One script for one process or many, on GPUs or a CPU: what differs between the tracks is a setting.
+Only the process group, attention, the dtype and the clock's synchronization look at the device.
+"""
+
+import time
+
+PROCESS_START = time.perf_counter()  # a run's wall clock starts before torch is imported
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import datetime
+import hashlib
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import resource
+import secrets
+import shutil
+import signal
+import sys
+import traceback
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+# a record's frozen copy lies deeper than the repository's root, and brings its own shards.py
+ROOT = next((p for p in (HERE, *HERE.parents) if (p / "data/shards.py").exists()), HERE)
+sys.path.append(str(ROOT / "data"))
+
+import shards
+from shards import UserError, Vocabulary
+
+from muon import Muon
+
+# ------------------------------------------------------------------------------------------------
+# settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a run depends on; every field is a flag. Tuples hold one value for each stage."""
+
+    preset: str = "gpu"  # gpu: the 8xH100 recipe; cpu: a speedrun for two cores
+    seed: int = 0  # of the initial weights and of the order of rows
+    # data
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # a glob, from the repository's root
+    val_file: str = "data/fineweb10B/fineweb_val_000000.bin"  # one file
+    val_tokens: int = 10_485_760  # predicted tokens of the validation file; 0: all of it
+    vocab_size: int = 50257  # GPT-2's first vocab_size - 1 ids, and the document start
+    rows: str = "documents"  # documents: whole ones from their starts; stream: cut without loss
+    epochs: int = 1  # passes over the training files, at most
+    # model
+    num_layers: int = 11  # blocks
+    num_heads: int = 6  # per block
+    head_dim: int = 128  # model_dim is num_heads * head_dim
+    mlp_ratio: int = 4  # hidden units of the MLP over model_dim
+    value_embed_blocks: tuple[int, ...] = (1, 2, 8, 9, 10)  # blocks whose values get a token's own
+    long_window_blocks: tuple[int, ...] = (3, 10)  # blocks that look as far as the long window
+    attn_scale: float = 0.12  # softmax scale; queries and keys have norm sqrt(head_dim)
+    rope_fraction: float = 0.5  # of a head's dimensions that rotate
+    rope_base: float = 1024.0  # lowest frequency is 1 / rope_base radians per token
+    softcap: float = 23.0  # logits are softcap * sigmoid((l + 5) / 7.5)
+    # schedule: a stage ends at its fraction of train_steps
+    train_steps: int = 1400  # optimizer steps
+    stage_ends: tuple[float, ...] = (0.33, 0.66, 0.99, 1.0)  # fraction of train_steps
+    batch_tokens: tuple[int, ...] = (131072, 262144, 393216, 393216)  # per step, over all ranks
+    seq_len: tuple[int, ...] = (16384, 32768, 49152, 49152)  # tokens of a row
+    max_document: tuple[int, ...] = (896, 2048, 2048, 2048)  # tokens of a document; rest left out
+    short_window: tuple[int, ...] = (128, 384, 640, 768)  # tokens that a token looks back
+    long_window: tuple[int, ...] = (384, 896, 1408, 1664)  # tokens, in long_window_blocks
+    stage_lr: tuple[float, ...] = (1.0, 1.52, 1.73, 1.73)  # times every learning rate
+    warmup_steps: int = 0  # linear warm-up of the learning rate
+    cooldown_frac: float = 0.6  # the learning rate falls linearly over this last part
+    cooldown_floor: float = 0.15  # to this fraction
+    # optimizer: Muon for the blocks' matrices, Adam for the rest
+    lr: float = 0.023  # Muon's
+    momentum: float = 0.95  # Muon's, between warm-up and cool-down
+    momentum_start: float = 0.85  # at the first and the last step
+    momentum_warmup: int = 300  # steps
+    momentum_cooldown: int = 50  # steps
+    weight_decay: float = 0.05  # Muon's, decoupled; the decay per step is lr * weight_decay
+    cautious: bool = True  # decay only where update and weight have the same sign
+    beta2: float = 0.9  # NorMuon's second moment per neuron; 0 switches it off
+    embed_lr: float = 0.3  # token embedding
+    value_embed_lr: float = 0.3  # value embeddings
+    head_lr: float = 0.008  # output head
+    scalar_lr: float = 0.04  # gains, gates and other small vectors
+    adam_betas: tuple[float, float] = (0.8, 0.95)  # decay of Adam's two averages
+    adam_eps: float = 1e-10  # added to the root of Adam's second average
+    # evaluation and running
+    val_every: int = 125  # steps between validations; 0: only before and after training
+    val_seq_len: int = 65536  # tokens of a validation row
+    val_windows: tuple[int, int] = (768, 2560)  # short and long window of validation, tokens
+    micro_batch_tokens: int = 65536  # per forward and rank, at most; less memory, the same maths
+    compile: bool = True  # torch.compile, before the clock starts
+    log_every: int = 10  # steps between lines of the log
+    sample_tokens: int = 0  # tokens of generated text at the end
+    target: float = 3.28  # the track's goal: nats per token (gpu), bits per byte (cpu)
+    timeout: int = 600  # seconds that a rank waits for the others before it gives up
+
+    @property
+    def model_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+CPU = dataclasses.replace(
+    Settings(),
+    preset="cpu",
+    train_files="data/sotu_train_*.bin",
+    val_file="data/sotu_val_000000.bin",
+    **dict(val_tokens=0, vocab_size=2048, rows="stream", epochs=1),
+    **dict(num_layers=4, num_heads=4, head_dim=32, attn_scale=0.18),
+    **dict(value_embed_blocks=(1, 3), long_window_blocks=()),
+    **dict(train_steps=1200, stage_ends=(1.0,), batch_tokens=(2048,), seq_len=(128,)),
+    **dict(max_document=(128,), short_window=(128,), long_window=(128,), stage_lr=(1.0,)),
+    **dict(cooldown_frac=0.5, cooldown_floor=0.0),
+    **dict(lr=0.05, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
+    **dict(weight_decay=0.0, cautious=False, beta2=0.0),
+    **dict(embed_lr=0.025, value_embed_lr=0.025, head_lr=0.01, scalar_lr=0.025),
+    **dict(val_every=400, val_seq_len=128, val_windows=(128, 128), micro_batch_tokens=4096),
+    **dict(compile=False, sample_tokens=80, target=1.385, timeout=60),
+)
+PRESETS = {"gpu": Settings(), "cpu": CPU}
+
+
+def parse_flag(field: dataclasses.Field, text: str):
+    """A flag's text -> the field's value; ValueError where it is not of the field's type."""
+    if typing.get_origin(field.type) is tuple:
+        kind = typing.get_args(field.type)[0]
+        return tuple(kind(part) for part in text.split(",") if part)
+    return field.type(text)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; `./run.sh --help` lists the flags")
+
+
+def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
+    """Flags -> settings, and what is not a setting: run_id, log_dir, check."""
+    parser = Parser(
+        prog="./run.sh",
+        allow_abbrev=False,
+        description="Train a GPT. Every setting is a flag; tuples are written a,b,c.",
+        epilog="Defaults are the gpu preset's, in brackets the cpu preset's where it differs.",
+    )
+    parser.add_argument("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
+    parser.add_argument("--log_dir", type=Path, default=ROOT / "logs", help="its folder (logs)")
+    parser.add_argument("--check", action="store_true", help="check settings and data, then stop")
+    # a field's trailing comment is its help: the source and --help say the same
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Settings), re.M))
+    for field in dataclasses.fields(Settings):
+        default, cpu = field.default, getattr(CPU, field.name)
+        text = f"{comments[field.name]} ({default}{'' if cpu == default else f' [{cpu}]'})"
+        how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else {}
+        parser.add_argument(f"--{field.name}", help=text.replace("%", "%%"), default=None, **how)
+    args = parser.parse_args(argv)
+    preset = args.preset or ("gpu" if torch.cuda.is_available() else "cpu")
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset}: there are {', '.join(PRESETS)}")
+    changes = {}
+    for field in dataclasses.fields(Settings)[1:]:
+        value = getattr(args, field.name)
+        try:
+            if value is not None:
+                changes[field.name] = value if field.type is bool else parse_flag(field, value)
+        except ValueError:
+            kind = getattr(field.type, "__name__", field.type)
+            raise UserError(f"--{field.name} {value}: not of type {kind}") from None
+    if args.run_id and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", args.run_id):
+        raise UserError(f"--run_id {args.run_id!r}: letters, digits, '.', '_', '-', at most 64")
+    return dataclasses.replace(PRESETS[preset], **changes), args
+
+
+def check_settings(s: Settings, world_size: int) -> None:
+    """Raise UserError for whatever cannot run, with the value and what would."""
+    stages = len(s.stage_ends)
+    per_stage = ("batch_tokens", "seq_len", "max_document", "short_window", "long_window")
+    for name in (*per_stage, "stage_lr"):
+        if len(getattr(s, name)) != stages:
+            raise UserError(f"--{name} {getattr(s, name)}: one value for each of {stages} stages")
+    if list(s.stage_ends) != sorted(s.stage_ends) or s.stage_ends[-1] != 1.0:
+        raise UserError(f"--stage_ends {s.stage_ends}: fractions must rise to 1.0")
+    if not 257 <= s.vocab_size <= 50257:
+        raise UserError(f"--vocab_size {s.vocab_size}: from 257 (bytes) to 50257")
+    if s.rows not in shards.ROW_MAKERS:
+        raise UserError(f"--rows {s.rows}: there are {', '.join(shards.ROW_MAKERS)}")
+    for name in ("train_steps", "num_layers", "num_heads", "epochs", "log_every", "val_seq_len"):
+        if getattr(s, name) < 1:
+            raise UserError(f"--{name} {getattr(s, name)}: at least 1")
+    if s.head_dim < 4 or s.head_dim % 4 or s.model_dim < 12:
+        raise UserError(f"--head_dim {s.head_dim}: a multiple of 4; with --num_heads 12 or more")
+    for name in ("value_embed_blocks", "long_window_blocks"):
+        if bad := [i for i in getattr(s, name) if not 0 <= i < s.num_layers]:
+            raise UserError(f"--{name}: block {bad[0]} is not in 0..{s.num_layers - 1}")
+    for batch, length in zip(s.batch_tokens, s.seq_len, strict=True):
+        if length < 2 or batch < length or batch % length:
+            raise UserError(f"--batch_tokens {batch}: must be a multiple of --seq_len {length}")
+        if (rows := batch // length) % world_size:
+            fits = ", ".join(str(w) for w in range(1, rows + 1) if rows % w == 0)
+            raise UserError(
+                f"{world_size} processes cannot share the {rows} rows of a batch of {batch} tokens:"
+                f" start NPROC={fits}"
+            )
+        if s.micro_batch_tokens < length:
+            raise UserError(f"--micro_batch_tokens {s.micro_batch_tokens}: a row has {length}")
+    compiler = torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++"))
+    if s.compile and not compiler:
+        raise UserError("--compile needs a C++ compiler on a CPU: install g++, or --no-compile")
+
+
+class Stage(NamedTuple):
+    batch_tokens: int
+    seq_len: int
+    max_document: int
+    windows: tuple[int, int]  # short, long
+    lr: float
+
+
+def stage_at(step: int, s: Settings) -> Stage:
+    """The stage of a step, 0-based."""
+    i = next(i for i, end in enumerate(s.stage_ends) if step < round(end * s.train_steps))
+    windows = (s.short_window[i], s.long_window[i])
+    return Stage(s.batch_tokens[i], s.seq_len[i], s.max_document[i], windows, s.stage_lr[i])
+
+
+def lr_multiplier(step: int, s: Settings) -> float:
+    """Warm-up, constant, linear cool-down to the floor; times the stage's own factor."""
+    warm = min(1.0, (step + 1) / max(1, s.warmup_steps))
+    left = (s.train_steps - step) / (s.cooldown_frac * s.train_steps) if s.cooldown_frac else 1.0
+    cool = s.cooldown_floor + (1 - s.cooldown_floor) * min(1.0, left)
+    return stage_at(step, s).lr * warm * cool
+
+
+def momentum_at(step: int, s: Settings) -> float:
+    """Muon's momentum: rises over momentum_warmup steps, falls over the last ones."""
+    rise = min(1.0, step / max(1, s.momentum_warmup))
+    fall = min(1.0, (s.train_steps - 1 - step) / max(1, s.momentum_cooldown))
+    return s.momentum_start + (s.momentum - s.momentum_start) * min(rise, fall)
+
+
+# ------------------------------------------------------------------------------------------------
+# model: B rows, T tokens of a row, H heads, D dimensions of a head, C = H * D model, V vocabulary
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) over the last dimension: F.rms_norm without gain, three times faster on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = (norm * x.size(-1) ** -0.5 + 1e-6).reciprocal_().to(x.dtype)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return torch.addcmul(grad, y, along, value=-1) * scale
+
+
+norm = RMSNorm.apply
+
+
+class ReLUSquared(torch.autograd.Function):
+    """relu(x)^2, keeping one tensor for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        r = x.relu()
+        ctx.save_for_backward(r)
+        return r.square()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return (grad * ctx.saved_tensors[0]).mul_(2)
+
+
+def rotary_tables(length: int, s: Settings) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, (length, 1, D) each: the first rope_fraction of the dimensions rotate."""
+    half = s.head_dim // 2
+    count = round(half * s.rope_fraction)
+    frequency = torch.zeros(half)
+    frequency[:count] = s.rope_base ** -torch.linspace(0, 1, count)
+    angle = torch.arange(length).float()[:, None, None] * frequency
+    return torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin(), -angle.sin()], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, T, H, D), dimension i paired with i + D/2."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+
+
+def sight(segments: Tensor, window: int, seq_len: int):
+    """Who sees whom, in the form that attention() takes on this device.
+
+    On a CPU (B, 1, T, T), 0 or -inf, from the segment of each token (B, T); on CUDA the segments'
+    starts in the flattened rows, and the window. A token sees itself and `window` tokens before.
+    """
+    if segments.is_cuda:
+        return segments, window
+    position = torch.arange(seq_len)
+    back = position[:, None] - position
+    seen = (back >= 0) & (back <= window) & (segments[:, :, None] == segments[:, None, :])
+    return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen, scale: float) -> Tensor:
+    """Causal attention within segments and window: (B, T, H, D) each -> (B, T, H, D)."""
+    if not q.is_cuda:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.to(q.dtype), scale=scale)
+        return y.transpose(1, 2)
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, window = seen
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    longest = q.size(1)
+    y = varlen_attn(
+        *flat, starts, starts, longest, longest, scale=scale, window_size=(window, 0)
+    )
+    return y.view_as(q)
+
+
+class Attention(nn.Module):
+    def __init__(self, s: Settings):
+        super().__init__()
+        self.num_heads, self.head_dim, self.scale = s.num_heads, s.head_dim, s.attn_scale
+        # three matrices in one tensor: one product here, three to Muon
+        self.qkv = nn.Parameter(torch.empty(3, s.model_dim, s.model_dim))
+        self.proj = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
+
+    def forward(self, x: Tensor, value: Tensor | None, rotary, seen) -> Tensor:
+        B, T, C = x.shape
+        qkv = F.linear(x, self.qkv.flatten(0, 1)).view(B, T, 3 * self.num_heads, self.head_dim)
+        qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
+        q, k = rotate(norm(qk), *rotary).chunk(2, dim=2)
+        if value is not None:
+            v = v + value.view_as(v)
+        y = attention(q, k, v, seen, self.scale)
+        return F.linear(y.reshape(B, T, C), self.proj)
+
+
+class MLP(nn.Module):
+    def __init__(self, s: Settings):
+        super().__init__()
+        self.fc = nn.Parameter(torch.empty(s.mlp_ratio * s.model_dim, s.model_dim))
+        self.proj = nn.Parameter(torch.empty(s.model_dim, s.mlp_ratio * s.model_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(ReLUSquared.apply(F.linear(x, self.fc)), self.proj)
+
+
+class Block(nn.Module):
+    def __init__(self, s: Settings):
+        super().__init__()
+        self.attn, self.mlp = Attention(s), MLP(s)
+        self.mix = nn.Parameter(torch.empty(2))  # of the stream, and of the embedding x0
+
+    def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, rotary, seen) -> Tensor:
+        x = x * self.mix[0] + x0 * self.mix[1]
+        x = x + self.attn(norm(x), value, rotary, seen)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, s: Settings):
+        super().__init__()
+        padded = -(-s.vocab_size // 64) * 64  # a head that tensor cores like
+        self.softcap, self.document_start = s.softcap, s.vocab_size - 1
+        self.embed = nn.Parameter(torch.empty(padded, s.model_dim))
+        self.smear = nn.Parameter(torch.empty(13))  # weights of 12 dimensions, and the strength
+        self.value_embeds = nn.ParameterDict(
+            {str(i): nn.Parameter(torch.empty(padded, s.model_dim)) for i in s.value_embed_blocks}
+        )
+        self.blocks = nn.ModuleList(Block(s) for _ in range(s.num_layers))
+        self.lm_head = nn.Parameter(torch.empty(padded, s.model_dim))
+        self.long = [i in s.long_window_blocks for i in range(s.num_layers)]
+        cos, sin = rotary_tables(max(*s.seq_len, s.val_seq_len), s)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def hidden(self, ids: Tensor, segments: Tensor, windows: tuple[int, int]) -> Tensor:
+        """(B, T) ids -> (B, T, C) of the last block, normed."""
+        T = ids.size(1)
+        seen = {w: sight(segments, w, T) for w in set(windows)}
+        rotary = self.cos[:T].to(self.embed.dtype), self.sin[:T].to(self.embed.dtype)
+        x = F.embedding(ids, self.embed)
+        gate = self.smear[12] * torch.sigmoid(x[:, 1:, :12] @ self.smear[:12, None].to(x.dtype))
+        gate = gate * (ids[:, 1:, None] != self.document_start)  # no document sees the one before
+        x = norm(torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1))
+        x0 = x
+        for i, block in enumerate(self.blocks):
+            table = self.value_embeds.get(str(i), None)
+            value = None if table is None else F.embedding(ids, table)
+            x = block(x, x0, value, rotary, seen[windows[self.long[i]]])
+        return norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., V) in fp32, between 0 and softcap."""
+        return self.softcap * torch.sigmoid((F.linear(hidden, self.lm_head).float() + 5) / 7.5)
+
+    def forward(self, ids, targets, segments, windows: tuple[int, int]) -> Tensor:
+        """Summed cross-entropy in nats over the targets, (B, T), that are not negative."""
+        logits = self.logits(self.hidden(ids, segments, windows)).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
+
+
+def role(name: str, parameter: Tensor) -> str:
+    """Which optimizer group a parameter is in: matrix, embed, value_embeds, lm_head or scalar."""
+    if parameter.ndim < 2:
+        return "scalar"
+    top = name.split(".")[0]
+    return "matrix" if top == "blocks" else top
+
+
+@torch.no_grad()
+def init_parameters(model: GPT, s: Settings) -> None:
+    """The same weights on every rank and device: drawn on the CPU from the seed."""
+    generator = torch.Generator().manual_seed(s.seed)
+    bound = (3 / s.model_dim) ** 0.5 * 0.5  # uniform with standard deviation 0.5 / sqrt(C)
+    for name, p in model.named_parameters():
+        top, last = name.split(".")[0], name.split(".")[-1]
+        if last in ("qkv", "fc"):
+            p.uniform_(-bound, bound, generator=generator)
+        elif last in ("proj", "lm_head", "smear"):
+            p.zero_()
+        elif top in ("embed", "value_embeds"):
+            p.normal_(std=1.0 if top == "embed" else 0.01, generator=generator)
+        elif last == "mix":
+            p.copy_(torch.tensor([1.0, 0.0]))
+        else:
+            raise AssertionError(f"no initial value is defined for {name}")
+
+
+def build_model(s: Settings, device: torch.device) -> GPT:
+    """The model with its first weights: matrices and tables in the device's dtype, scalars fp32."""
+    model = GPT(s)
+    init_parameters(model, s)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for p in model.parameters():
+        p.data = p.data.to(device, dtype if p.ndim >= 2 else torch.float32)
+    return model.to(device)
+
+
+def build_optimizer(model: GPT, s: Settings) -> Muon:
+    """Muon for the matrices, Adam for every other role; each parameter is in one group."""
+    adam = dict(use_muon=False, betas=s.adam_betas, eps=s.adam_eps, weight_decay=0.0)
+    groups = dict(
+        matrix=dict(lr=s.lr, weight_decay=s.weight_decay),
+        embed=dict(lr=s.embed_lr, **adam),
+        value_embeds=dict(lr=s.value_embed_lr, **adam),
+        lm_head=dict(lr=s.head_lr, **adam),
+        scalar=dict(lr=s.scalar_lr, **adam),
+    )
+    for name, p in model.named_parameters():
+        group = groups[role(name, p)]
+        group.setdefault("params", []).append(p)
+        group["initial_lr"] = group["lr"]
+    groups = [group for group in groups.values() if "params" in group]
+    return Muon(groups, cautious=s.cautious, beta2=s.beta2 or None, reduce_grads=True)
+
+
+def set_schedule(optimizer: Muon, step: int, s: Settings) -> None:
+    """Write the step's learning rates and momentum into the groups."""
+    multiplier, momentum = lr_multiplier(step, s), momentum_at(step, s)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * multiplier
+        if group["use_muon"]:
+            group["momentum"] = momentum
+
+
+# ------------------------------------------------------------------------------------------------
+# data: GPT-2 tokens from shards, in the run's vocabulary, as rows of a batch
+
+
+def survey_data(s: Settings, vocabulary: Vocabulary) -> tuple[list[Path], list[dict]]:
+    """The training files that the schedule needs, and the log's entry for every shard.
+
+    Each is read from end to end before anything is compiled; UserError for a damaged
+    or foreign one, or too few tokens.
+    """
+    pattern = ROOT / s.train_files
+    files = sorted(pattern.parent.glob(pattern.name))
+    if not files:
+        raise UserError(
+            f"no file matches --train_files {s.train_files}: `python data/fineweb.py download`"
+        )
+    if (ROOT / s.val_file).resolve() in {path.resolve() for path in files}:
+        raise UserError(f"--val_file {s.val_file} is among --train_files {s.train_files}")
+    stages = count_rows(s)
+    entries, total, usable = [], 0, np.zeros(len(stages))
+    for path in files:
+        entries.append({"split": "train", **shards.inspect_shard(path)})
+        tokens = vocabulary.expand(shards.read_shard(path))
+        total += len(tokens)
+        start = vocabulary.document_start
+        usable += [shards.usable_tokens(tokens, limit, start, s.rows) for _, _, limit in stages]
+        # a stage that clips documents reads more of the stream for as many tokens
+        needed = sum(n * size * total / u for (n, size, _), u in zip(stages, usable, strict=True))
+        if total >= needed:
+            break
+    if total * s.epochs < needed:
+        raise UserError(
+            f"the schedule reads {needed:,.0f} tokens, the {len(files)} shards of --train_files"
+            f" hold {total:,}: fetch more, or give --epochs {math.ceil(needed / total)} or fewer"
+            " --train_steps"
+        )
+    entries.append({"split": "val", **shards.inspect_shard(ROOT / s.val_file)})
+    if (have := len(vocabulary.expand(shards.read_shard(ROOT / s.val_file)))) < s.val_tokens + 1:
+        raise UserError(f"--val_tokens {s.val_tokens}: {s.val_file} holds {have} tokens")
+    return files[: len(entries) - 1], entries
+
+
+def count_rows(s: Settings) -> list[tuple[int, int, int]]:
+    """(rows of the whole run, seq_len, max_document) of each stage."""
+    ends = [round(end * s.train_steps) for end in s.stage_ends]
+    steps = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    stages = zip(steps, s.batch_tokens, s.seq_len, s.max_document, strict=True)
+    return [(n * batch // size, size, limit) for n, batch, size, limit in stages]
+
+
+class Batch(NamedTuple):
+    ids: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64, -1 where nothing is predicted
+    segments: Tensor  # CPU: (B, T), each token's segment; CUDA: where segments start, int32
+
+
+class Loader:
+    """Makes a rank's batches from rows, on its device."""
+
+    def __init__(self, s: Settings, ranks: "Ranks", vocabulary: Vocabulary):
+        self.s, self.ranks, self.vocabulary = s, ranks, vocabulary
+
+    def batch(self, rows: list, size: int) -> Batch:
+        """Rows -> tensors; a row of less than `size` tokens is padded, unpredicted."""
+        ids = np.zeros((len(rows), size), np.int64)
+        targets = np.full((len(rows), size), -1, np.int64)
+        for i, row in enumerate(rows):
+            at = 0
+            for tokens, start, length in row:
+                after = tokens[start + 1 : start + 1 + length]
+                ids[i, at : at + length] = tokens[start : start + length]
+                targets[i, at : at + len(after)] = after
+                at += length
+        begins = ids == self.vocabulary.document_start
+        begins[:, 0] = True
+        if self.ranks.device.type == "cpu":
+            return Batch(*map(torch.from_numpy, (ids, targets, begins.cumsum(1))))
+        # as many starts as there is room for; the empty segments at the end do not matter
+        starts = np.full(len(rows) * shards.max_segments(size) + 1, ids.size, np.int32)
+        found = np.flatnonzero(begins)[: len(starts) - 1]
+        starts[: len(found)] = found
+        arrays = (torch.from_numpy(array).pin_memory() for array in (ids, targets, starts))
+        return Batch(*(array.to(self.ranks.device, non_blocking=True) for array in arrays))
+
+    def micro_batches(self, rows: list, size: int) -> list[Batch]:
+        """Rows in as few equal batches as micro_batch_tokens allows."""
+        most = min(self.s.micro_batch_tokens // size, len(rows))
+        n = next(n for n in range(most, 0, -1) if len(rows) % n == 0)
+        return [self.batch(rows[i : i + n], size) for i in range(0, len(rows), n)]
+
+    def steps(self, files: list[Path]):
+        """Yields this rank's micro-batches of each step; a step's rows depend on no rank."""
+        s, rank, world_size = self.s, self.ranks.rank, self.ranks.world_size
+        expand, start = self.vocabulary.expand, self.vocabulary.document_start
+        arrays = (expand(shards.read_shard(p)) for _ in range(s.epochs) for p in files)
+        rows = shards.ROW_MAKERS[s.rows](arrays, count_rows(s), start, s.seed)
+        for step in range(s.train_steps):
+            stage = stage_at(step, s)
+            batch = [next(rows, None) for _ in range(stage.batch_tokens // stage.seq_len)]
+            if batch[-1] is None:
+                raise UserError(f"the data ended at step {step} of {s.train_steps}")
+            share = len(batch) // world_size
+            yield self.micro_batches(batch[rank * share : (rank + 1) * share], stage.seq_len)
+
+
+# ------------------------------------------------------------------------------------------------
+# ranks, clock and log
+
+
+class Ranks(NamedTuple):
+    """This process among those that the launcher started."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def sum(self, *values: Tensor | float) -> list[float]:
+        """Each value summed over the ranks, in fp64."""
+        total = torch.stack([torch.as_tensor(v).to(self.device, torch.float64) for v in values])
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def from_first(self, make):
+        """What make() returns on rank 0, on every rank; a user's mistake there is raised here."""
+        box = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = make()
+            except UserError as error:
+                box[1] = str(error)
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
+        if box[1]:
+            raise UserError(box[1])
+        return box[0]
+
+
+def join_ranks(s: Settings) -> Ranks:
+    """Join the process group that the launcher's variables describe; without them, one process."""
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local >= (count := torch.cuda.device_count()):
+            asked = os.environ.get("LOCAL_WORLD_SIZE", local + 1)
+            raise UserError(f"NPROC={asked}, but this machine has {count} GPUs: NPROC={count}")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        limit = datetime.timedelta(seconds=s.timeout)
+        dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    return Ranks(rank, world_size, device)
+
+
+class Run:
+    """The training clock and the log: JSON lines on disk, a few words on the terminal."""
+
+    def __init__(self, ranks: Ranks, path: Path):
+        self.ranks, self.path, self.step = ranks, path, 0
+        self.train_seconds, self.started = 0.0, None
+        self.file, self.bar, self.told = None, None, time.perf_counter()
+        if ranks.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "x", encoding="utf-8")
+
+    def write(self, kind: str, **fields) -> None:
+        if self.file:
+            self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
+            self.file.flush()
+
+    def say(self, text: str) -> None:
+        if self.ranks.rank == 0:
+            tqdm.write(text)
+
+    def clock(self, runs: bool) -> float:
+        """Start or stop the training clock, when the device has done all its work; seconds."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.train_seconds += now - self.started if self.started else 0.0
+        self.started = now if runs else None
+        return self.train_seconds
+
+    @contextlib.contextmanager
+    def off_clock(self, name: str, **fields):
+        """A named section that is not training: the clock stands, its seconds go into the log."""
+        was_running = self.started is not None
+        self.clock(False)
+        start = time.perf_counter()
+        yield
+        self.clock(False)
+        self.write("off_clock", name=name, seconds=time.perf_counter() - start, **fields)
+        if was_running:
+            self.clock(True)
+
+    def progress(self, step: int, steps: int, text: str) -> None:
+        """A bar on a terminal, otherwise a line every five seconds."""
+        if self.ranks.rank == 0 and sys.stderr.isatty():
+            self.bar = self.bar or tqdm(total=steps, unit="step", dynamic_ncols=True)
+            self.bar.set_postfix_str(text)
+            self.bar.update(step - self.bar.n)
+        elif time.perf_counter() - self.told > 5:
+            self.told = time.perf_counter()
+            self.say(f"step:{step}/{steps} {text}")
+
+    def close(self, status: str, reason: str) -> None:
+        seconds = self.train_seconds if self.started is None else self.clock(False)
+        times = dict(train_seconds=seconds, wall_seconds=time.perf_counter() - PROCESS_START)
+        memory = peak_memory(self.ranks.device)
+        self.write(
+            "end", status=status, reason=reason, steps=self.step, **times, peak_memory_mib=memory
+        )
+        for closing in filter(None, (self.bar, self.file)):
+            closing.close()
+
+
+def peak_memory(device: torch.device) -> float:
+    """Of this rank so far, in MiB: the GPU's where there is one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def keep_code(log_dir: Path) -> dict[str, str]:
+    """sha256 of all the code of a run; it is kept beside the log, once for each version."""
+    files = [Path(__file__), Path(sys.modules[Muon.__module__].__file__), Path(shards.__file__)]
+    code = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    folder = log_dir / "code" / hashlib.sha256("".join(code.values()).encode()).hexdigest()[:16]
+    if log_dir != HERE and not folder.exists():  # a record's folder has it already
+        folder.mkdir(parents=True)
+        for path in files:
+            shutil.copyfile(path, folder / path.name)
+    return code
+
+
+def header(s: Settings, run: Run, entries: list[dict], num_params: int) -> dict:
+    """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
+    tracks = [name for name, p in PRESETS.items() if dataclasses.replace(s, seed=p.seed) == p]
+    device, cpu = platform.machine(), Path("/proc/cpuinfo")
+    if run.ranks.device.type == "cuda":
+        device = torch.cuda.get_device_name()
+    elif cpu.exists():
+        device = (re.findall(r"model name\s*: (.*)", cpu.read_text()) or [device])[0]
+    versions = dict(python=platform.python_version(), torch=torch.__version__)
+    public = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_COMPILE_DISABLE")
+    return dict(
+        run_id=run.path.stem,
+        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        track=tracks[0] if tracks else "custom",
+        seed=s.seed,
+        settings=dataclasses.asdict(s),
+        code=keep_code(run.path.parent),
+        versions=dict(versions, numpy=np.__version__, cuda=torch.version.cuda),
+        device=device,
+        world_size=run.ranks.world_size,
+        threads=torch.get_num_threads(),
+        num_params=num_params,
+        vocab_size=s.vocab_size,
+        shards=entries,
+        environment={name: os.environ[name] for name in public if name in os.environ},
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# evaluation
+
+
+class Validation:
+    """The whole validation set in rows of val_seq_len, the same tokens at any world size."""
+
+    def __init__(self, s: Settings, loader: Loader):
+        self.s, self.loader = s, loader
+        tokens = loader.vocabulary.expand(shards.read_shard(ROOT / s.val_file))
+        tokens = tokens[: (s.val_tokens or len(tokens) - 1) + 1]
+        self.tokens = len(tokens) - 1  # that are predicted
+        self.bytes = int(loader.vocabulary.bytes[tokens[1:]].sum())
+        starts = range(0, self.tokens, s.val_seq_len)
+        rows = [[(tokens, at, min(s.val_seq_len, self.tokens - at))] for at in starts]
+        share = -(-len(rows) // loader.ranks.world_size)
+        self.rows = rows[loader.ranks.rank * share :][:share]
+
+    @torch.no_grad()
+    def loss(self, forward) -> tuple[float, float]:
+        """Mean nats per token, and bits per byte, which alone compares across vocabularies."""
+        total, length = torch.zeros((), dtype=torch.float64), self.s.val_seq_len
+        size = max(1, self.s.micro_batch_tokens // length)
+        for i in range(0, len(self.rows), size):
+            rows = self.rows[i : i + size]
+            rows += [[]] * (size - len(rows))  # one shape for all
+            total = total + forward(*self.loader.batch(rows, length), self.s.val_windows)
+        loss = self.loader.ranks.sum(total)[0] / self.tokens
+        return loss, loss * self.tokens / self.bytes / math.log(2)
+
+
+@torch.no_grad()
+def probe_causality(model: GPT, s: Settings, loader: Loader) -> dict:
+    """Change the second half of a row: no logit before may move, and some after must."""
+    size, windows = s.seq_len[-1], (s.short_window[-1], s.long_window[-1])
+    half, near = size // 2, min(size // 2, 512)  # what is near the change fits into memory
+    rng, logits = np.random.default_rng(0), []
+    tokens = rng.integers(s.vocab_size - 1, size=size + 1).astype(np.uint16)
+    for row in (tokens, np.concatenate([tokens[:half], rng.permutation(tokens[half:])])):
+        batch = loader.batch([[(row, 0, size)]], size)
+        hidden = model.hidden(batch.ids, batch.segments, windows)
+        logits.append(model.logits(hidden[0, half - near : half + near]))
+    moved = (logits[0] - logits[1]).abs().amax(-1)
+    change, effect = moved[:near].max().item(), moved[near:].max().item()
+    return dict(name="causality", max_change=change, effect=effect, ok=change <= 1e-3 < effect)
+
+
+@torch.no_grad()
+def generate(model: GPT, s: Settings, loader: Loader, prompt: list[int], count: int) -> list[int]:
+    """`count` ids that continue the prompt, drawn at temperature 0.8."""
+    generator = torch.Generator().manual_seed(s.seed)
+    ids, size = list(prompt), min(1024, s.seq_len[-1])
+    for _ in range(count):
+        row = np.array(ids[-size:], np.uint16)
+        batch = loader.batch([[(row, 0, len(row))]], size)
+        hidden = model.hidden(batch.ids, batch.segments, s.val_windows)
+        logits = model.logits(hidden[0, len(row) - 1])[: s.vocab_size - 1].cpu()
+        chance = torch.softmax(logits / 0.8, -1)
+        ids.append(int(torch.multinomial(chance, 1, generator=generator)))
+    return ids[len(prompt) :]
+
+
+# ------------------------------------------------------------------------------------------------
+# training
+
+
+def train_step(forward, optimizer: Muon, batches: list[Batch], step: int, s: Settings, ranks):
+    """One optimizer step; summed loss and number of this rank's predictions, as tensors."""
+    stage, total, count = stage_at(step, s), 0.0, 0
+    for batch in batches:
+        loss = forward(*batch, stage.windows)
+        # the optimizer averages over ranks: together the mean over the batch, however it is split
+        (loss * (ranks.world_size / stage.batch_tokens)).backward()
+        total, count = total + loss.detach(), count + (batch.targets >= 0).sum()
+    set_schedule(optimizer, step, s)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, count
+
+
+def warm_up(forward, model: GPT, optimizer: Muon, s: Settings, loader: Loader) -> dict:
+    """Three steps of every stage's shapes on random tokens, which compiles what is compiled.
+
+    Weights and optimizer state are restored after. In between no weight is zero any more, as many
+    are at first, so that the causality probe, whose result is returned, sees every part.
+    """
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    ranks = loader.ranks
+    rng = np.random.default_rng(ranks.rank)
+    for end in s.stage_ends:
+        step = max(0, round(end * s.train_steps) - 1)
+        stage = stage_at(step, s)
+        row = rng.integers(s.vocab_size, size=stage.seq_len + 1).astype(np.uint16)
+        share = stage.batch_tokens // stage.seq_len // ranks.world_size
+        rows = [[(row, 0, stage.seq_len)]] * share
+        for _ in range(3):
+            batches = loader.micro_batches(rows, stage.seq_len)
+            train_step(forward, optimizer, batches, step, s, ranks)
+    probe = probe_causality(model, s, loader)
+    with torch.no_grad():
+        for p, first in zip(model.parameters(), weights, strict=True):
+            p.copy_(first)
+    optimizer.load_state_dict(state)
+    return probe
+
+
+def check_probe(run: Run, step: int, probe: dict) -> None:
+    run.write("probe", step=step, **probe)
+    if not probe["ok"]:
+        raise ArithmeticError(
+            f"the model sees the future: logits before a change moved by {probe['max_change']:g}"
+            f" (after it by {probe['effect']:g})"
+        )
+
+
+def validate(run: Run, forward, validation: Validation, step: int, steps: int, tokens: int):
+    """Log and print the validation loss, off the clock; nats per token and bits per byte."""
+    with run.off_clock("validation"):
+        loss, bits = validation.loss(forward)
+    seconds = run.train_seconds
+    size = dict(tokens=validation.tokens, bytes=validation.bytes, train_tokens=tokens)
+    run.write("val", step=step, loss=loss, bits_per_byte=bits, **size, train_seconds=seconds)
+    run.say(
+        f"step:{step}/{steps} val_loss:{loss:.4f} train_time:{seconds * 1e3:.0f}ms"
+        f" step_avg:{seconds * 1e3 / max(1, step):.1f}ms bits_per_byte:{bits:.4f}"
+    )
+    return loss, bits
+
+
+def log_step(run: Run, optimizer: Muon, step: int, total, count, tokens: int, s: Settings) -> None:
+    total, count = run.ranks.sum(total, count)
+    seconds, loss, rate = run.clock(True), total / count, lr_multiplier(step, s)
+    norm = float(optimizer.grad_norm)
+    facts = dict(loss=loss, grad_norm=norm, lr_multiplier=rate, tokens=tokens)
+    run.write("step", step=step, **facts, train_seconds=seconds)
+    left = seconds / (step + 1) * (s.train_steps - step - 1)
+    text = f"train_loss:{loss:.4f} {tokens / seconds:,.0f} tokens/s, {left:.0f} s left"
+    run.progress(step + 1, s.train_steps, text)
+
+
+def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabulary) -> None:
+    """The whole run, from the model's first weights to the last validation."""
+    ranks, since = run.ranks, time.perf_counter()
+    loader = Loader(s, ranks, vocabulary)
+    model = build_model(s, ranks.device)
+    optimizer = build_optimizer(model, s)
+    forward = torch.compile(model, dynamic=False, fullgraph=True) if s.compile else model
+    validation = Validation(s, loader)
+    if ranks.rank == 0:
+        head = header(s, run, entries, sum(p.numel() for p in model.parameters()))
+        run.write("header", **head)
+        run.say(
+            f"{s.preset} track: {head['device']}, {ranks.world_size} ranks,"
+            f" {head['num_params']:,} parameters, {s.train_steps} steps; log: {run.path}"
+        )
+    run.write("off_clock", name="startup", seconds=since - PROCESS_START)
+    run.write("off_clock", name="model", seconds=time.perf_counter() - since)
+    with run.off_clock("warmup", state_restored=True):
+        probe = warm_up(forward, model, optimizer, s, loader)
+    check_probe(run, 0, probe)
+    validate(run, forward, validation, 0, s.train_steps, 0)
+
+    batches, tokens = shards.prefetch(loader.steps(files)), 0
+    run.clock(True)
+    for step in range(s.train_steps):
+        run.step, last = step, step + 1 == s.train_steps
+        total, count = train_step(forward, optimizer, next(batches), step, s, ranks)
+        tokens += stage_at(step, s).batch_tokens
+        if step % s.log_every == 0 or last:
+            log_step(run, optimizer, step, total, count, tokens, s)
+        if last or (s.val_every and (step + 1) % s.val_every == 0):
+            loss, bits = validate(run, forward, validation, step + 1, s.train_steps, tokens)
+    seconds, run.step = run.clock(False), s.train_steps
+
+    with run.off_clock("probe"):
+        probe = probe_causality(model, s, loader)
+    check_probe(run, s.train_steps, probe)
+    if s.sample_tokens:
+        with run.off_clock("sample"):
+            ids = generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
+        run.say(f"a sample: {vocabulary.decode(ids).strip()!r}")
+    verdict = "reached" if (loss if s.preset == "gpu" else bits) <= s.target else "missed"
+    run.say(
+        f"{loss:.4f} nats per token, {bits:.4f} bits per byte after {seconds:.1f} s of training,"
+        f" {tokens / seconds:,.0f} tokens/s, {peak_memory(ranks.device):,.0f} MiB a rank;"
+        f" target {s.target} {verdict}"
+    )
+
+
+def stop(number: int, frame) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def train_and_close(run: Run, *what) -> int:
+    """train(), and whatever happens the log gets its last line; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    status, reason = "ok", ""
+    try:
+        train(run, *what)
+    except KeyboardInterrupt as signal_name:
+        status, reason = "interrupted", f"{signal_name} at step {run.step}"
+    except Exception as error:
+        if not isinstance(error, (ArithmeticError, UserError)):
+            traceback.print_exc()
+        first_line = str(error).strip().split("\n")[0]
+        status, reason = "failed", f"{type(error).__name__} at step {run.step}: {first_line}"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason += "; a smaller --micro_batch_tokens needs less memory for the same maths"
+    run.close(status, reason)
+    run.say(f"log: {run.path}")
+    if reason:
+        print(f"train_gpt.py: rank {run.ranks.rank}: {status}: {reason}", file=sys.stderr)
+    return int(status != "ok")
+
+
+def main(argv: list[str]) -> int:
+    try:
+        s, args = parse_arguments(argv)
+        check_settings(s, int(os.environ.get("WORLD_SIZE", 1)))
+        vocabulary = Vocabulary(s.vocab_size)
+        if args.check:
+            survey_data(s, vocabulary)
+            return 0
+        ranks = join_ranks(s)
+        files, entries = ranks.from_first(lambda: survey_data(s, vocabulary))
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
+        run_id = args.run_id or f"{now}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
+        path = args.log_dir.resolve() / f"{ranks.from_first(lambda: run_id)}.jsonl"
+        if path.exists():
+            raise UserError(f"--run_id {run_id}: {path} exists; choose another")
+        run = Run(ranks, path)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 2
+    code = train_and_close(run, s, files, entries, vocabulary)
+    if dist.is_initialized() and code == 0:
+        dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
