@@ -434,12 +434,9 @@ def check_log(record: Record, run: Run):
     yield sha256(data) == run.end.get("log_sha256"), "is not what the ledger hashed at its end"
     entries = parse_lines(data, LOG, whole=run.status != "interrupted")
     yield from check_private(entries)
-    log = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in LOG}
+    log = by_kind(entries)
     if run.status == "interrupted":
-        ends = [header["settings"].get("train_steps") for header in log["header"]]
-        cut = all(entry["status"] == "interrupted" for entry in log["end"])
-        yield cut and not any(entry["step"] in ends for entry in log["val"]), \
-            "counts as interrupted, but it finished"
+        yield is_cut(log), "counts as interrupted, but it finished or failed"
     elif run.status == "ok":
         order = list(check_order(entries, log))
         yield from order
@@ -447,6 +444,18 @@ def check_log(record: Record, run: Run):
             run.log = log
             for check in (check_header, check_clock, check_data, check_losses):
                 yield from check(record, run)
+
+
+def by_kind(entries: list[dict]) -> dict[str, list]:
+    return {kind: [entry for entry in entries if entry["kind"] == kind] for kind in LOG}
+
+
+def is_cut(log: dict[str, list]) -> bool:
+    """Whether a run showed nothing yet, and may be made again: it took no step, or it was stopped
+    from outside before its last validation."""
+    last = [header["settings"].get("train_steps") for header in log["header"]]
+    stopped = all(end["status"] == "interrupted" for end in log["end"])
+    return not log["step"] or (stopped and all(val["step"] not in last for val in log["val"]))
 
 
 def rising(values: list, strictly: bool = True) -> bool:

@@ -264,28 +264,20 @@ def append(folder: Path, kind: str, time: str | None = None, **fields) -> None:
 
 
 def close(folder: Path, run_id: str, exit_code: int | None) -> str:
-    """Write how a run ended, by its log; exit_code is None where it was stopped or not seen.
-
-    Only a run that was cut off from outside, or that never took a step, may be made again.
-    """
-    path, said, shown, stepped, digest = folder / f"{run_id}.jsonl", None, False, False, None
-    if path.exists():
-        digest = sha256(path.read_bytes())
-        try:
-            header, *entries = evidence.parse_lines(path.read_bytes(), LOG, whole=False) or [{}]
-            said = entries[-1].get("status") if entries else None
-            stepped = any(entry["kind"] == "step" for entry in entries)
-            shown = any(entry["kind"] == "val" and entry["step"] == header["settings"].get(
-                "train_steps") for entry in entries)
-        except ValueError:
-            said = "failed"
-    if said == "ok" and exit_code in (0, None):
-        status = "ok"
-    elif said in ("ok", "failed") or shown or (stepped and said is None and exit_code is not None):
+    """Write how a run ended, by its log; exit_code is None where it was stopped or not seen."""
+    path, log, digest = folder / f"{run_id}.jsonl", evidence.by_kind([]), None
+    try:
+        if path.exists():
+            digest = sha256(path.read_bytes())
+            log = evidence.by_kind(evidence.parse_lines(path.read_bytes(), LOG, whole=False))
+        status = "interrupted" if evidence.is_cut(log) else "failed"
+    except ValueError:
         status = "failed"
-    else:
-        status = "interrupted"
-    time = stamp(path.stat().st_mtime) if exit_code is None and said == "ok" else None
+    if exit_code in (0, None) and [end["status"] for end in log["end"]] == ["ok"]:
+        status = "ok"
+    elif exit_code is not None and log["step"] and not log["end"]:
+        status = "failed"  # it died by itself
+    time = stamp(path.stat().st_mtime) if status == "ok" and exit_code is None else None
     append(folder, "end", time, run_id=run_id, status=status, log_sha256=digest)
     return status
 
