@@ -1,12 +1,34 @@
-"""Muon: momentum, orthogonalized; batched, distributed, in one file that depends on torch alone.
+"""Muon: momentum, orthogonalized. Batched, distributed, one file that depends on torch alone.
 
     from muon import Muon, param_groups
+
     optimizer = Muon(param_groups(model), lr=0.02, momentum=0.95)
     for inputs, targets in batches:
-        loss = loss_fn(model(inputs), targets)
-        loss.backward()
+        loss_fn(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+A hidden matrix p (r x c) with gradient g and momentum m is updated by
+
+    m <- m + (1 - momentum) (g - m);    u <- g + momentum (m - g) if nesterov else m
+    p <- p (1 - lr weight_decay) - lr scale(r, c) O,    O = U V^T of u = U S V^T, nearly
+
+Groups with use_muon=False are updated by AdamW. The ranks share the work by where a parameter is:
+
+- on every rank (DDP, or no wrapper): each matrix has one owner, which alone keeps its momentum and
+  updates it; the new weights are gathered. Gradients are averages already, or with
+  `reduce_grads=True`, local: they are reduced to the owners, half of the traffic of DDP.
+- a DTensor (FSDP2, HSDP, tensor parallel), or a Megatron-style shard (`partition_dim` on the
+  parameter, `tp_group` on it or given): gradients travel to the owners, updates back.
+
+Save `full_state_dict()`, with torch.save or torch.distributed.checkpoint: it is complete, equal on
+every rank, and loads at any world size. `state_dict()` is this rank's part and loads where the
+ranks are as many; elsewhere loading raises and names what is missing.
+
+Coming from torch.optim.Muon: `ns_coefficients` is `coefficients` (its own are "newton_schulz"),
+`adjust_lr_fn` is `scale`, weight_decay defaults to 0 (there 0.1); its state_dict loads. From the
+original Muon and MuonWithAuxAdam: the same names, groups and scale, so the same lr. From Megatron's
+`matched_adamw_rms=0.2`: `scale="match_rms_adamw", rms=0.2` and AdamW's lr.
 """
 
 from __future__ import annotations
@@ -18,7 +40,7 @@ import itertools
 import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,18 +50,21 @@ from torch.optim.adamw import adamw
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor
-else:  # a build without torch.distributed
-    DTensor = type(None)
+else:  # a build of torch without it
+    DTensor = types.NoneType
 
-COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
-    "polar_express": (
+# ------------------------------------------------------------------------------ orthogonalization
+
+# (a, b, c) of X <- aX + (bA + cA^2) X, A = X X^T, one triple a step, the last one repeated
+COEFFICIENTS = {
+    "polar_express": (  # Amsel et al. 2025, https://arxiv.org/abs/2505.16932
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    "newton_schulz": ((3.4445, -4.7750, 2.0315),),
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),),  # https://kellerjordan.github.io/posts/muon
     "quintic5": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -48,597 +73,961 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
+GRAM_RATIO = 1.5  # columns over rows from which the Gram form needs fewer FLOPs
+STRIP = 128  # rows of a strip of a symmetric product on a CPU; below two strips it does not pay
 
 
-def _triples(coefficients, steps: int) -> list[tuple[float, float, float]]:
-    table = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients
-    return [tuple(table[min(t, len(table) - 1)]) for t in range(steps)]
+def zeropower_via_newtonschulz5(
+    G: Tensor,
+    steps: int = 5,
+    coefficients: str | Sequence[Sequence[float]] = "polar_express",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Nearly U V^T of each matrix U S V^T in G (..., rows, cols), in G's shape and dtype.
+
+    `dtype` is computed in: bfloat16 on CUDA, else float32, if None. The result does not depend on
+    G's scale; zero stays zero; G is not changed. ValueError if G is no stack of real matrices.
+    """
+    if G.ndim < 2 or not G.is_floating_point():
+        raise ValueError(f"need floating-point matrices, not {G.dtype} of shape {tuple(G.shape)}")
+    X = G.reshape(math.prod(G.shape[:-2]), *G.shape[-2:])
+    X = _orthogonalize(X, _triples(coefficients, steps), dtype or _compute_dtype(G.device))
+    return X.reshape(G.shape).to(G.dtype)
 
 
-def _newton_schulz(X: Tensor, triples) -> Tensor:
+def _triples(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple:
+    table = COEFFICIENTS.get(coefficients) if isinstance(coefficients, str) else coefficients
+    if not table or any(len(t) != 3 or not all(map(math.isfinite, t)) for t in table):
+        raise ValueError(
+            f"coefficients={coefficients!r}: give one of {sorted(COEFFICIENTS)} or finite triples"
+        )
+    return tuple(tuple(table[min(t, len(table) - 1)]) for t in range(steps))
+
+
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _orthogonalize(G: Tensor, triples: tuple, dtype: torch.dtype) -> Tensor:
+    """(N, r, c) of any float dtype to (N, r, c) of dtype."""
+    if G.numel() == 0:
+        return G.to(dtype)
+    tall = G.size(-2) > G.size(-1)
+    X = (G.mT if tall else G).float()
+    # the largest entry first: squares of 1e30 or 1e-30 are beyond fp32
+    top = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
+    X = X / top.masked_fill(top == 0, 1)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    X = X.div_(norm.masked_fill(norm == 0, 1).mul_(1.02)).to(dtype)
+    # in bf16 the Gram form loses the small singular values and blows up others
+    gram = dtype != torch.bfloat16 and X.size(-1) >= GRAM_RATIO * X.size(-2)
+    X = _gram_newton_schulz(X, triples) if gram else _newton_schulz(X, triples)
+    return X.mT if tall else X
+
+
+def _newton_schulz(X: Tensor, triples: tuple) -> Tensor:
     for a, b, c in triples:
-        A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        A = _symmetric_product(X, X.mT)
+        B = _symmetric_product(A, A, A, b, c)
         X = torch.baddbmm(X, B, X, beta=a)
     return X
 
 
-def _gram_newton_schulz(X: Tensor, triples) -> Tensor:
-    Q = R = None
+def _gram_newton_schulz(X: Tensor, triples: tuple) -> Tensor:
+    """The same iteration on R = X X^T; Q gathers the product that X is multiplied by at the end.
+
+    All factors are polynomials of one symmetric matrix, so they commute and stay symmetric.
+    Rounding grows with every step away from X: every third step starts again from QX.
+    """
+    Q = None
     for t, (a, b, c) in enumerate(triples):
-        if t % 3 == 2 or R is None:
+        if t == 0 or t % 3 == 2:
             X = X if Q is None else Q @ X
-            Q, R = None, X @ X.mT
-        Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
+            Q, R = None, _symmetric_product(X, X.mT)
+        Z = _symmetric_product(R, R, R, b, c)
+        last = t + 1 == len(triples)
+        if not last and t % 3 != 1:
+            P = _symmetric_product(R, Z, R, a)
+            R = _symmetric_product(P, Z, P, a)
         if Q is None:
-            Q = Z.clone()
+            Q = Z
             Q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            Q = torch.baddbmm(Q, Q, Z, beta=a)
-        if t + 1 < len(triples) and (t + 1) % 3 != 2:
-            P = torch.baddbmm(R, R, Z, beta=a)
-            R = torch.baddbmm(P, Z, P, beta=a)
+            Q = _symmetric_product(Q, Z, Q, a)
     return Q @ X
 
 
-def _orthogonalize(G: Tensor, triples, dtype: torch.dtype | None = None) -> Tensor:
-    dtype = dtype or (torch.bfloat16 if G.is_cuda else torch.float32)
-    X = G.mT if G.size(-2) > G.size(-1) else G
-    if X.numel() == 0:
-        return G.to(dtype)
-    X = X.float()
-    top = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
-    X = X / top.masked_fill(top == 0, 1)
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    X.div_(norm.masked_fill(norm == 0, 1).mul_(1.02))
-    X = X.to(dtype)
-    gram = dtype != torch.bfloat16 and X.size(-1) >= 1.5 * X.size(-2)
-    X = (_gram_newton_schulz if gram else _newton_schulz)(X, triples)
-    return X.mT if G.size(-2) > G.size(-1) else X
-
-
-def zeropower_via_newtonschulz5(
-    G: Tensor, steps: int = 5, coefficients="polar_express", dtype: torch.dtype | None = None
+def _symmetric_product(
+    A: Tensor, B: Tensor, C: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> Tensor:
-    O = _orthogonalize(G.reshape(-1, *G.shape[-2:]), _triples(coefficients, steps), dtype)
-    return O.reshape(G.shape).to(G.dtype)
+    """beta C + alpha A B, known to be symmetric: (N, m, k), (N, k, m), (N, m, m) to (N, m, m).
+
+    On a CPU a strip of rows is computed from the diagonal on and mirrored: near half the FLOPs.
+    """
+    m = A.size(-2)
+    if A.device.type != "cpu" or m < 2 * STRIP:
+        return A @ B if C is None else torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
+    out = A.new_zeros(A.size(0), m, m) if C is None else A.new_empty(A.size(0), m, m)
+    for i in range(0, m, STRIP):
+        j = min(i + STRIP, m)
+        strip = out[:, i:j, i:]
+        start = strip if C is None else C[:, i:j, i:]
+        torch.baddbmm(start, A[:, i:j], B[:, :, i:], beta=beta, alpha=alpha, out=strip)
+        out[:, j:, i:j] = strip[:, :, j - i :].mT
+    return out
 
 
-# ------------------------------------------------------------------------------------ the plan
+# --------------------------------------------------------------------------------------- the plan
 
-SHARD_ABOVE = 16384  # elements: a smaller Adam parameter has one owner instead of a shard a rank
-JOIN_BELOW = 65536  # elements: on a CPU a larger matrix is not transposed to join a batch
+SHARD_ABOVE = 1 << 14  # elements: a smaller Adam parameter has one owner, not a part on every rank
+JOIN_BELOW = 1 << 16  # elements: on a CPU a larger matrix is not transposed to join a batch
+BATCH = {"cpu": 1 << 20}  # elements of one batch: it should stay in the cache; elsewhere 1 << 26
+ROUND = 1 << 23  # elements of one rank in one round of communication
 
 
 class Comm(NamedTuple):
-    """A process group as the plan sees it; (None, 1, 0) is a rank on its own."""
+    """The ranks that hold a parameter, in the order of their process group."""
 
-    group: Any
-    size: int
-    rank: int
-
-
-ALONE = Comm(None, 1, 0)
+    group: Any = None
+    size: int = 1
+    rank: int = 0
 
 
 class Piece(NamedTuple):
-    """Rows start:stop of slice i of one parameter seen as a stack (n, R, C); one rank owns it."""
+    """Rows start:stop of slice i of a parameter seen as a stack (n, R, C); one rank owns it."""
 
     slot: int  # index of the parameter over all groups
-    number: int  # index of the piece in its parameter
     i: int
     start: int
     stop: int
     cols: int
     cost: float  # FLOPs of a Muon step, elements of an Adam step
 
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
+    rows = property(lambda self: self.stop - self.start)
+    numel = property(lambda self: self.rows * self.cols)
+    box = property(lambda self: ((self.i, self.i + 1), (self.start, self.stop), (0, self.cols)))
 
-    @property
-    def numel(self) -> int:
-        return self.rows * self.cols
 
-    def overlap(self, box) -> tuple | None:
-        """Where this piece meets a box: its index in the box's tensor, and inside the piece."""
-        (n0, n1), (r0, r1), (c0, c1) = box
-        a, b = max(self.start, r0), min(self.stop, r1)
-        if not n0 <= self.i < n1 or a >= b or c0 >= c1:
-            return None
-        inside = (slice(a - self.start, b - self.start), slice(c0, c1))
-        return (self.i - n0, slice(a - r0, b - r0)), inside
+class Link(NamedTuple):
+    """The part of a piece that some rank holds: its index in that rank's stack, in the piece."""
+
+    q: Piece
+    held: tuple
+    inside: tuple
+
+    numel = property(lambda self: math.prod(s.stop - s.start for s in self.inside))
+
+
+def _links(qs: list[Piece], slots: list[Slot], rank: int) -> list[Link]:
+    links = []
+    for q in qs:
+        (n0, n1), (r0, r1), (c0, c1) = slots[q.slot].box_of(rank)
+        a, b = max(q.start, r0), min(q.stop, r1)
+        if n0 <= q.i < n1 and a < b and c0 < c1:
+            inside = slice(a - q.start, b - q.start), slice(c0, c1)
+            links.append(Link(q, (q.i - n0, slice(a - r0, b - r0)), inside))
+    return links
 
 
 class Slot:
-    """One parameter: how it lies on the ranks, and the pieces it is cut into."""
+    """One parameter: how it lies on the ranks, and the pieces that it is cut into."""
 
-    def __init__(self, index: int, name: str, p: Tensor, group: dict, world: Comm) -> None:
+    def __init__(self, index: int, name: str, p: Tensor, group: dict, world: Comm, tp_group: Any):
         self.index, self.name, self.p, self.group = index, name, p, group
-        self.muon = group["use_muon"]
-        self.dims = stack_shape(p.shape)
-        self.comm, self.boxes, self.copies = _layout(p, self.dims, name, world)
-        self.home = self.comm
-        if self.boxes is None:
-            if not self.muon:
-                self.dims = (1, self.dims[0] * self.dims[1], self.dims[2])
-            self.box = tuple((0, d) for d in self.dims)
-        else:
-            self.box = self.boxes[self.comm.rank]
-            if not self.muon:  # Adam works element by element: a shard is updated where it lies
-                self.comm = ALONE
-        self.local = tuple(b - a for a, b in self.box)
-        self.pieces = self._muon_pieces() if self.muon else self._adam_pieces()
-        # a piece that is the whole local tensor needs no view
-        self.whole = len(self.pieces) == 1 and (not self.muon or p.ndim == 2)
-        self.low = p.dtype in (torch.bfloat16, torch.float16)  # wants an fp32 master
+        self.muon, self.low = group["use_muon"], p.dtype in (torch.bfloat16, torch.float16)
+        self.shape, self.home, self.boxes, self.copies = _layout(p, name, world, tp_group)
+        self.dims = _stack(self.shape)
+        self.sharded = self.boxes is not None
+        if not self.muon and not self.sharded:
+            self.dims = (1, self.dims[0] * self.dims[1], self.dims[2])
+        self.box = self.box_of(self.home.rank)
+        # of several copies of a shard the first speaks for all; in the norm it counts once
+        self.first = not (self.sharded and any(self.copies[self.home.rank]))
+        self.share = self.home.size / world.size * (self.muon or self.first)
+        # Adam works element by element, so it updates a shard where it lies
+        self.comm = Comm() if self.sharded and not self.muon else self.home
+        self.pieces = [q for q in (self._matrices() if self.muon else self._rows()) if q.numel]
+        # a piece that is all of the local tensor is that tensor, without a view
+        self.whole = len(self.pieces) == 1 and (not self.muon or (p.ndim == 2 and not self.sharded))
 
-    def _muon_pieces(self) -> list[Piece]:
+    def _matrices(self) -> list[Piece]:
         n, R, C = self.dims
-        split, heads = self.group["split"], self.group["heads"]
+        split, heads, steps = (self.group[key] for key in ("split", "heads", "ns_steps"))
         rows = list(split) if split else [R // heads] * heads if heads else [R]
-        if sum(rows) != R or min(rows) < 0:
-            what = f"split={split}" if split else f"heads={heads}"
-            raise ValueError(f"{what} does not divide the {R} rows of parameter {self.name}")
-        stops = list(itertools.accumulate(rows))
-        cuts = [(i, e - r, e) for i in range(n) for r, e in zip(rows, stops, strict=True)]
-        return [
-            Piece(self.index, k, i, a, b, C, flops(b - a, C, self.group["ns_steps"]))
-            for k, (i, a, b) in enumerate(cuts)
-            if (b - a) * C
-        ]
+        if sum(rows) != R:
+            rule = f"split={split}" if split else f"heads={heads}"
+            raise ValueError(f"{rule} does not divide the {R} rows of parameter {self.name}")
+        cuts = list(zip(rows, itertools.accumulate(rows), strict=True))
+        cost = {r: newton_schulz_flops(r, C, steps) for r in rows}
+        return [Piece(self.index, i, e - r, e, C, cost[r]) for i in range(n) for r, e in cuts]
 
-    def _adam_pieces(self) -> list[Piece]:
-        numel, (_, R, C) = math.prod(self.local), self.dims
-        if self.boxes is not None:
-            R, C = numel, 1
-        block = -(-R // self.comm.size) if numel >= SHARD_ABOVE else R
-        cuts = [(a, min(a + block, R)) for a in range(0, R, block)] if numel else []
-        return [Piece(self.index, k, 0, a, b, C, (b - a) * C) for k, (a, b) in enumerate(cuts)]
+    def _rows(self) -> list[Piece]:
+        (_, R, C), numel = self.dims, math.prod(b - a for a, b in self.box)
+        if self.sharded:
+            return [Piece(self.index, 0, 0, numel, 1, numel)]
+        block = max(1, -(-R // self.comm.size) if numel >= SHARD_ABOVE else R)
+        cuts = [(a, min(a + block, R)) for a in range(0, R, block)]
+        return [Piece(self.index, 0, a, b, C, (b - a) * C) for a, b in cuts]
 
-    def cut(self, t: Tensor, piece: Piece) -> Tensor:
-        """The piece's (rows, cols) of t, the parameter or its gradient, whole on this rank."""
-        if self.whole:
-            return t
-        return t.reshape(self.dims)[piece.i, piece.start : piece.stop]
+    def box_of(self, rank: int) -> tuple:
+        return self.boxes[rank] if self.sharded else tuple((0, d) for d in self.dims)
 
+    def view(self, t: Tensor) -> Tensor:
+        """A local tensor, parameter or gradient, as the stack that links index."""
+        return t if self.whole else t.reshape([b - a for a, b in self.box])
 
-def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
-    """A parameter's shape as a stack of matrices (n, R, C); kernels of 4-D and above flatten."""
-    if len(shape) == 3:
-        return tuple(shape)
-    return 1, (shape[0] if len(shape) else 1), math.prod(shape[1:])
-
-
-def flops(rows: int, cols: int, steps: int = 5, gram: bool | None = None) -> float:
-    """FLOPs of one orthogonalization of a rows x cols matrix."""
-    m, n = sorted((rows, cols))
-    if gram is None:
-        gram = n >= 1.5 * m
-    return float(8 * m * m * n + 28 * m**3 if gram else steps * (4 * m * m * n + 2 * m**3))
-
-
-def assign(costs: Sequence[float], world_size: int) -> list[int]:
-    """Owner of each item by longest-processing-time; ties go by position, so all ranks agree."""
-    owners = [0] * len(costs)
-    heap = [(0.0, rank) for rank in range(world_size)]
-    for k in sorted(range(len(costs)), key=lambda k: (-costs[k], k)):
-        load, owners[k] = heapq.heappop(heap)
-        heapq.heappush(heap, (load + costs[k], owners[k]))
-    return owners
-
-
-def _layout(p: Tensor, dims, name: str, world: Comm):
-    return world, None, None
-
-
-# ------------------------------------------------------------------------------------ transport
-
-
-class Local:
-    """A round of pieces that one rank updates alone: nothing travels."""
-
-    def __init__(self, comm: Comm, slots: list[Slot], owned: list[list[Piece]], opts) -> None:
-        self.comm, self.slots, self.owned, self.opts = comm, slots, owned, opts
-        self.mine = owned[comm.rank]
-        first = slots[next(p for ps in owned for p in ps).slot]
-        local = _local(first.p)
-        self.dtype, self.device, self.muon, self.group = local.dtype, local.device, first.muon, first.group
-        self.every = 1 if self.muon else self.group["every"]
-
-    def start(self, grads: list[Tensor | None]) -> None:
-        """Begin to bring the gradients to their owners."""
-        self.grads = grads
-
-    def gradients(self) -> list[Tensor | None]:
-        """The gradient of each piece that this rank owns, or None where the owner has none."""
-        grads, self.grads = self.grads, None
-        return [
-            None if grads[q.slot] is None else self.slots[q.slot].cut(grads[q.slot], q)
-            for q in self.mine
-        ]
-
-    def apply(self, apply: Callable, qs: list[Piece], updates: list[Tensor]) -> None:
-        """Take the scaled updates of some pieces that this rank owns."""
-        apply(self.group, qs, updates)
-
-    def publish(self, weights: list[Tensor]) -> None:
-        """Begin to bring the owners' new weights to all ranks."""
-
-    def finish(self, weights: list[Tensor]) -> None:
-        """Write what came."""
-
-
-class Replicated(Local):
-    """Every rank holds the parameters; the owner updates and the new weights are gathered."""
-
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.length = max(sum(q.numel for q in qs) for qs in self.owned)
-        self.sizes = []  # of the flat buffer: each rank's pieces, then its padding
-        for qs in self.owned:
-            self.sizes += [q.numel for q in qs]
-            self.sizes.append(self.length - sum(q.numel for q in qs))
-
-    def _flat(self, tensors: list[Tensor | None], qs: list[Piece]) -> list[Tensor]:
-        """The pieces qs of `tensors` as 1-D, with zeros for None and for the padding."""
-        parts = [
-            self._zeros(q.numel)
-            if tensors[q.slot] is None
-            else self.slots[q.slot].cut(tensors[q.slot], q).reshape(-1)
-            for q in qs
-        ]
-        return [*parts, self._zeros(self.length - sum(q.numel for q in qs))]
-
-    def _zeros(self, n: int) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(n)
-
-    def start(self, grads: list[Tensor | None]) -> None:
-        if not self.opts.reduce_grads:
-            return super().start(grads)
-        self.send = torch.cat([t for qs in self.owned for t in self._flat(grads, qs)])
-        if self.opts.unscale is not None:
-            self.send.mul_(self.opts.unscale)
-        if self.opts.deterministic:
-            self.recv = torch.empty_like(self.send)
-            work = dist.all_to_all_single(self.recv, self.send, group=self.comm.group, async_op=True)
-        else:
-            self.recv = self.send.new_empty(self.length)
-            work = dist.reduce_scatter_tensor(
-                self.recv, self.send, dist.ReduceOp.AVG, group=self.comm.group, async_op=True
-            )
-        self.work = work
-
-    def gradients(self) -> list[Tensor | None]:
-        if not self.opts.reduce_grads:
-            return super().gradients()
-        self.work.wait()
-        total = self.recv
-        if self.opts.deterministic:  # a sum in the order of the ranks, whoever owns the piece
-            total = functools.reduce(torch.add, self.recv.view(self.comm.size, -1)) / self.comm.size
-        self.send = self.recv = self.work = None
-        parts = total.split([*[q.numel for q in self.mine], self.length - sum(q.numel for q in self.mine)])
-        return [t.view(q.rows, q.cols) for t, q in zip(parts, self.mine, strict=False)]
-
-    def publish(self, weights: list[Tensor]) -> None:
-        self.send = torch.cat(self._flat(weights, self.mine))
-        self.recv = self.send.new_empty(self.length * self.comm.size)
-        self.work = dist.all_gather_into_tensor(
-            self.recv, self.send, group=self.comm.group, async_op=True
-        )
-
-    def finish(self, weights: list[Tensor]) -> None:
-        self.work.wait()
-        parts = iter(self.recv.split(self.sizes))
-        to, of = [], []
-        for rank, qs in enumerate(self.owned):
-            for q, part in zip([*qs, None], parts, strict=False):
-                if q is None or rank == self.comm.rank:
-                    continue
-                to.append(self.slots[q.slot].cut(weights[q.slot], q))
-                of.append(part.view_as(to[-1]))
-        if to:
-            torch._foreach_copy_(to, of)
-        self.send = self.recv = self.work = None
-
-
-class Batch:
-    """Matrices of one shape that this rank owns: one momentum tensor, one orthogonalization."""
-
-    def __init__(self, pieces: list[Piece], places: list[int], group: dict, device, opts) -> None:
-        self.pieces, self.places, self.group = pieces, places, group
-        self.rows, self.cols = rows, cols = pieces[0].rows, pieces[0].cols
-        self.flip = [q.rows != rows for q in pieces]  # transposed to join the others
-        self.momentum = torch.zeros(len(pieces), rows, cols, dtype=opts.state_dtype, device=device)
-        self.second = None
-        if group["beta2"] is not None:
-            self.short = -1 if rows >= cols else -2
-            shape = (rows, 1) if rows >= cols else (1, cols)
-            self.second = torch.zeros(len(pieces), *shape, device=device)
-        scales = [_scale(group["scale"], group["rms"], q.rows, q.cols) for q in pieces]
-        self.scale = None
-        if set(scales) != {1.0}:
-            self.scale = torch.tensor(scales, device=device).view(-1, 1, 1)
-
-    def turn(self, tensors: Sequence[Tensor], start: int = 0) -> list[Tensor]:
-        """Tensors of pieces start.. from the parameter's orientation to the batch's, or back."""
-        return [t.mT if self.flip[start + k] else t for k, t in enumerate(tensors)]
-
-    def runs(self, grads: list[Tensor | None], limit: int) -> Iterable[tuple[int, int]]:
-        """Stretches of at most `limit` neighbouring matrices that have a gradient."""
-        start = 0
-        for stop in range(1, len(grads) + 1):
-            if grads[stop - 1] is None:
-                start = stop
-            elif stop == len(grads) or grads[stop] is None or stop - start == limit:
-                yield start, stop
-                start = stop
-
-
-# ------------------------------------------------------------------------------- the optimizer
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon for hidden matrices, AdamW for groups with use_muon=False, on any number of ranks."""
-
-    _step_supports_amp_scaling = True  # GradScaler: one decision for all ranks, taken in step()
-
-    def __init__(
-        self,
-        params,
-        lr: float | Tensor = 0.02,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        *,
-        coefficients: str | Sequence = "polar_express",
-        scale: str | Callable[[int, int], float] = "original",
-        rms: float = 0.2,
-        cautious: bool = False,
-        beta2: float | None = None,
-        split: Sequence[int] | None = None,
-        heads: int | None = None,
-        reduce_grads: bool = False,
-        nonfinite: str = "raise",
-        state_dtype: torch.dtype = torch.float32,
-        compute_dtype: torch.dtype | None = None,
-        deterministic: bool = False,
-        compile: bool = False,
-        process_group: Any = None,
-        batch_bytes: int = 1 << 28,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        self._rounds = None
-        self.reduce_grads, self.nonfinite, self.deterministic = reduce_grads, nonfinite, deterministic
-        self.state_dtype, self.compute_dtype, self.compile = state_dtype, compute_dtype, compile
-        self.process_group, self.batch_bytes = process_group, batch_bytes
-        self.unscale = None
-        self.grad_norm = 0.0
-        self._building = True
-        defaults = dict(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-            coefficients=coefficients,
-            scale=scale,
-            rms=rms,
-            cautious=cautious,
-            beta2=beta2,
-            split=split,
-            heads=heads,
-            use_muon=True,
-        )
-        super().__init__(params, defaults)
-        self._building = False
-        self._build()
-
-    def add_param_group(self, group: dict) -> None:
-        if not group.get("use_muon", True):
-            for key, value in dict(betas=(0.9, 0.95), eps=1e-8, every=1, calls=0).items():
-                group.setdefault(key, value)
-        super().add_param_group(group)
-        if not self._building:
-            self._build()
-
-    @torch.no_grad()
-    def _build(self) -> None:
-        group = self.process_group
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        world = Comm(group, dist.get_world_size(group), dist.get_rank(group)) if group else ALONE
-        self._world = world
-        self._slots = []
-        for gi, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"{k} of group {gi}" for k in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
-                self._slots.append(Slot(len(self._slots), name, p, group, world))
-        by_comm = defaultdict(list)
-        for slot in self._slots:
-            by_comm[slot.comm, slot.muon].extend(slot.pieces)
-        rounds = {}
-        for (comm, muon), pieces in by_comm.items():
-            for q, owner in zip(pieces, assign([q.cost for q in pieces], comm.size), strict=True):
-                slot = self._slots[q.slot]
-                local = _local(slot.p)
-                key = (comm, muon, local.dtype, local.device, id(slot.group))
-                rounds.setdefault(key, [[] for _ in range(comm.size)])[owner].append(q)
-        self._rounds = []
-        for (comm, *_), owned in rounds.items():
-            kind = Local if comm.size == 1 else Replicated
-            self._rounds.append(kind(comm, self._slots, owned, self))
-        old, self._entries = self.state, []
-        for r in self._rounds:
-            if r.muon:
-                self._muon_state(r)
-            else:
-                self._adam_state(r)
-
-    def _muon_state(self, r) -> None:
-        r.batches = []
-        shapes = defaultdict(list)
-        for place, q in enumerate(r.mine):
-            join = r.device.type != "cpu" or q.numel <= JOIN_BELOW
-            shape = tuple(sorted((q.rows, q.cols))) if join else (q.rows, q.cols)
-            shapes[shape].append(place)
-        for places in shapes.values():
-            batch = Batch([r.mine[k] for k in places], places, r.group, r.device, self)
-            r.batches.append(batch)
-            for q, m in zip(batch.pieces, batch.turn(batch.momentum), strict=True):
-                self.state[self._slots[q.slot].p]["momentum_buffer"] = m
-
-    def _adam_state(self, r) -> None:
-        r.states = []
-        for q in r.mine:
-            slot = self._slots[q.slot]
-            t = slot.cut(_local(slot.p), q)
-            state = dict(
-                step=torch.zeros((), device=t.device),
-                exp_avg=torch.zeros_like(t, dtype=torch.float32),
-                exp_avg_sq=torch.zeros_like(t, dtype=torch.float32),
-            )
-            if r.every > 1:
-                state["grad_sum"] = torch.zeros_like(t, dtype=torch.float32)
-            r.states.append(state)
-            self.state[slot.p].update(state)
-
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._rounds is None:
-            self._build()
-        weights = [_local(s.p) for s in self._slots]
-        grads = [
-            None if s.p.grad is None or not s.p.requires_grad else _local(s.p.grad)
-            for s in self._slots
-        ]
-        for r in self._rounds:
-            r.start(grads)
-        received = [r.gradients() for r in self._rounds]
-        present, finite = self._agree(grads, received)
-        if not finite and self.nonfinite != "ignore":
-            if self.nonfinite == "raise":
-                raise FloatingPointError("the gradient is not finite")
-            return loss
-        for r, gs in zip(self._rounds, received, strict=True):
-            if self.reduce_grads:
-                gs = [g if present[q.slot] else None for g, q in zip(gs, r.mine, strict=True)]
-            due = r.muon or (r.group["calls"] + 1) % r.every == 0
-            if r.muon:
-                self._muon(r, gs, weights)
-            else:
-                self._adam(r, gs, weights, due)
-            if due:
-                r.publish(weights)
-        for r in self._rounds:
-            if r.muon or (r.group["calls"] + 1) % r.every == 0:
-                r.finish(weights)
-        for group in self.param_groups:
-            if "calls" in group:
-                group["calls"] += 1
-        return loss
-
-    def _agree(self, grads, received):
-        stats = [0.0] * 1 + [float(g is not None) for g in grads]
-        stats = torch.tensor(stats, dtype=torch.float64)
-        for gs in received:
-            gs = [g for g in gs if g is not None]
-            if gs:
-                stats[0] += torch.stack(torch._foreach_norm(gs, 2, dtype=torch.float64)).square().sum().cpu()
-        if self._world.size > 1:
-            device = self._rounds[0].device
-            stats = stats.to(device)
-            dist.all_reduce(stats, group=self._world.group)
-        total, *present = stats.tolist()
-        self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
-        return present, math.isfinite(total)
-
-    def _muon(self, r, grads, weights) -> None:
-        group = r.group
-        mu = float(group["momentum"])
-        triples = _triples(group["coefficients"], group["ns_steps"])
-
-        def apply(group, qs, updates):
-            lr = float(group["lr"])
-            targets = [self._slots[q.slot].cut(weights[q.slot], q) for q in qs]
-            if group["weight_decay"]:
-                torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
-            torch._foreach_add_(targets, updates, alpha=-lr)
-
-        for batch in r.batches:
-            gs = batch.turn([grads[k] for k in batch.places])
-            for a, b in batch.runs(gs, max(1, self.batch_bytes // (4 * batch.rows * batch.cols))):
-                G = torch.stack(gs[a:b]).to(torch.float32)
-                M = batch.momentum[a:b]
-                M.lerp_(G, 1 - mu)
-                U = G.lerp_(M, mu) if group["nesterov"] else M
-                O = _orthogonalize(U, triples, self.compute_dtype)
-                if batch.scale is not None:
-                    O = O * batch.scale[a:b]
-                r.apply(apply, batch.pieces[a:b], batch.turn(O.unbind(), a))
-
-    def _adam(self, r, grads, weights, due) -> None:
-        group = r.group
-        ps, gs, states = [], [], []
-        for q, g, state in zip(r.mine, grads, r.states, strict=True):
-            if g is None:
-                continue
-            w = self._slots[q.slot].cut(weights[q.slot], q)
-            g = g.view_as(w)
-            if r.every > 1:
-                g = state["grad_sum"].add_(g)
-            ps.append(w)
-            gs.append(g)
-            states.append(state)
-        if not due or not ps:
-            return
-        adamw(
-            ps,
-            gs,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        if r.every > 1:
-            torch._foreach_zero_(gs)
-
-
-def _scale(scale, rms, rows, cols) -> float:
-    if callable(scale):
-        return float(scale(rows, cols))
-    return {
-        "original": math.sqrt(max(1, rows / cols)),
-        "match_rms_adamw": rms * math.sqrt(max(rows, cols)),
-        "spectral": math.sqrt(rows / cols),
-    }[scale]
+    def part(self, t: Tensor, held: tuple) -> Tensor:
+        """A part of view(t)."""
+        return t if self.whole else t[held]
 
 
 def _local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def param_groups(model: nn.Module, **muon) -> list[dict]:
-    """Hidden matrices for Muon; embeddings, head, gains and biases for AdamW."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    vocab = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in vocab}
-    hidden, rest = [], []
+def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
+    """(the whole shape, comm, for each of its ranks the box that it holds, and of which copy).
+
+    The last two are None for a plain parameter: every rank of `world` holds all of it.
+    """
+    shape, dim = list(p.shape), getattr(p, "partition_dim", None)
+    tp_group = getattr(p, "tp_group", tp_group)
+    if isinstance(p, DTensor):
+        if any(x.is_partial() for x in p.placements):
+            raise ValueError(f"parameter {name} is {p.placements}: a Partial has no value yet")
+        mesh, dims_of = p.device_mesh, [getattr(x, "dim", None) for x in p.placements]
+        # FSDP over tensor parallel on one dimension: the inner mesh dimension cuts first
+        order = sorted(range(mesh.ndim), key=lambda k: hasattr(p.placements[k], "split_factor"))
+        grid, ranks, group = tuple(mesh.shape), mesh.mesh.flatten().tolist(), _mesh_group(mesh)
+    elif tp_group is not None and dim is not None and dim >= 0:
+        grid, dims_of, order, group = (dist.get_world_size(tp_group),), [dim], [0], tp_group
+        ranks = dist.get_process_group_ranks(group)
+        shape[dim] *= grid[0]
+    else:
+        return shape, world, None, None
+    boxes, copies = [None] * len(ranks), [None] * len(ranks)
+    for rank, at in zip(ranks, itertools.product(*map(range, grid)), strict=True):
+        box = [(0, d) for d in shape]
+        for k in order:
+            if (d := dims_of[k]) is not None:
+                a, b = box[d]
+                step = -(-(b - a) // grid[k])  # as torch.chunk: the last shards may be empty
+                box[d] = min(a + step * at[k], b), min(a + step * (at[k] + 1), b)
+        if any(box[d] != (0, shape[d]) for d in range(2, len(shape) if len(shape) > 3 else 0)):
+            raise ValueError(f"parameter {name} of shape {shape} is sharded inside its kernels")
+        rank, inner = dist.get_group_rank(group, rank), math.prod(shape[2:])
+        rows, (a, b) = (*box, (0, 1), (0, 1))[:2]
+        boxes[rank] = tuple(box) if len(box) == 3 else ((0, 1), rows, (a * inner, b * inner))
+        copies[rank] = [x for x, d in zip(at, dims_of, strict=True) if d is None]
+    comm = Comm(group, len(ranks), dist.get_rank(group))
+    if math.prod(b - a for a, b in boxes[comm.rank]) != _local(p).numel():
+        raise ValueError(f"parameter {name} of shape {shape} is sharded in an unknown way")
+    return shape, comm, boxes, copies
+
+
+def _mesh_group(mesh: Any) -> Any:
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+
+
+def _stack(shape: Sequence[int]) -> tuple[int, int, int]:
+    n, rows, *cols = shape if len(shape) == 3 else (1, *shape) if len(shape) else (1, 1)
+    return n, rows, math.prod(cols)
+
+
+def newton_schulz_flops(rows: int, cols: int, steps: int = 5, gram: bool | None = None) -> float:
+    """FLOPs of one orthogonalization with full products; `gram` None: as the ratio decides."""
+    m, n = sorted((rows, cols))
+    if not (n >= GRAM_RATIO * m if gram is None else gram):
+        return steps * (4.0 * m * m * n + 2 * m**3)
+    starts = 1 + sum(t % 3 == 2 for t in range(1, steps))
+    updates = sum(t % 3 != 1 for t in range(steps - 1))
+    return 4.0 * starts * m * m * n + 2 * m**3 * (2 * steps - starts + 2 * updates)
+
+
+def assign(costs: Sequence[float], world_size: int) -> list[int]:
+    """The owner of each item, longest processing time first; ties by position, alike anywhere."""
+    owners, heap = [0] * len(costs), [(0.0, rank) for rank in range(world_size)]
+    for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        load, owners[k] = heapq.heappop(heap)
+        heapq.heappush(heap, (load + costs[k], owners[k]))
+    return owners
+
+
+def plan(shapes: Sequence[tuple[int, int]], world_size: int, owners: Sequence[int] | None = None):
+    """What each rank does for matrices of these shapes, at any world size and without a group.
+
+    A dict: `owners`; `flops` per rank; `balance`, the busiest rank's over the mean; `owned`, the
+    elements of the fullest rank, four bytes of momentum each; `sent`, the elements that a rank
+    sends to reduce the gradients, and again to gather the weights. `owners`: other than assign's.
+    """
+    costs = [newton_schulz_flops(r, c) for r, c in shapes]
+    owners = assign(costs, world_size) if owners is None else owners
+    load, owned = [0.0] * world_size, [0] * world_size
+    for (r, c), cost, rank in zip(shapes, costs, owners, strict=True):
+        load[rank] += cost
+        owned[rank] += r * c
+    balance, sent = max(load) * world_size / sum(load), (world_size - 1) * max(owned)
+    return {"owners": owners, "flops": load, "balance": balance, "owned": max(owned), "sent": sent}
+
+
+def _share_out(slots: list[Slot]) -> dict[tuple, dict[int, list[Piece]]]:
+    """Who owns what, in rounds: {(comm, muon, sharded, ...): {rank: pieces}}, alike anywhere.
+
+    The key is all that a round's collectives need to have in common; a round is bounded in size,
+    so that one travels while the next is computed.
+    """
+    pieces, rounds = defaultdict(list), {}
+    for s in slots:
+        pieces[s.comm, s.muon].extend(s.pieces)
+    for (comm, muon), qs in pieces.items():
+        owners, filled = assign([q.cost for q in qs], comm.size), defaultdict(int)
+        for q, owner in sorted(zip(qs, owners, strict=True), key=lambda x: (-x[0].cost, x[0])):
+            s = slots[q.slot]
+            if not muon and len(s.pieces) > 1:
+                owner = s.pieces.index(q)  # block k of a table is rank k's
+            every = () if muon else (s.group["every"], s.group["calls"] % s.group["every"])
+            key = comm, muon, s.sharded, s.share, s.p.dtype, _local(s.p).device, every
+            part = filled[key, owner] // ROUND
+            filled[key, owner] += q.numel
+            rounds.setdefault((*key, part), {}).setdefault(owner, []).append(q)
+    return rounds
+
+
+# ---------------------------------------------------------------------------------- the transport
+
+
+def _named(*names: str) -> Callable | None:
+    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
+
+
+# torch 2.13 renames these two
+_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = _named("all_gather_single", "all_gather_into_tensor")
+
+
+class Round:
+    """Pieces whose gradients travel to their owners together, and the results back.
+
+    Of plain parameters gradients are reduce-scattered (or averages already) and new weights
+    all-gathered, in flat parts of equal length; of shards gradients go to the owners and updates
+    come back by all-to-all. No collective depends on which gradients there are.
+    """
+
+    def __init__(self, opt: Muon, comm: Comm, sharded: bool, owned: list[list[Piece]]) -> None:
+        self.opt, self.comm, self.sharded, self.owned = opt, comm, sharded, owned
+        self.mine, self.slots, ranks = owned[comm.rank], opt._slots, range(comm.size)
+        self.first = self.slots[next(q.slot for qs in owned for q in qs)]
+        self.muon, self.device = self.first.muon, _local(self.first.p).device
+        self.reduces = comm.size > 1 and (sharded or opt.reduce_grads)
+        # what this rank holds of each owner's pieces, and what each rank holds of its own
+        self.held = [_links(qs, self.slots, comm.rank) for qs in owned]
+        self.asked = [_links(self.mine, self.slots, r) for r in ranks] if sharded else []
+        # an owner takes the gradient from its own copy of the parameter
+        copy = lambda x, r: self.slots[x.q.slot].copies[r]  # noqa: E731
+        same = lambda xs, r: [x for x in xs if copy(x, r) == copy(x, comm.rank)]  # noqa: E731
+        self.up = [same(xs, r) if sharded else xs for r, xs in enumerate(self.held)]
+        self.down = [same(xs, r) for r, xs in enumerate(self.asked)]
+        self.sizes = [[q.numel for q in qs] for qs in owned]
+        self.length = max(map(sum, self.sizes))
+        self.updates: dict[Piece, Tensor] = {}
+        self.batches = defaultdict(list)  # of matrices of one shape and group: indices into mine
+        for k, q in enumerate(self.mine if self.muon else ()):
+            join = self.device.type != "cpu" or q.numel <= JOIN_BELOW
+            shape = sorted((q.rows, q.cols)) if join else (q.rows, q.cols)
+            self.batches[id(self.slots[q.slot].group), *shape].append(k)
+
+    def part(self, tensors: list[Tensor], x: Link) -> Tensor:
+        return self.slots[x.q.slot].part(tensors[x.q.slot], x.held)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros((), dtype=self.first.p.dtype, device=self.device).expand(shape)
+
+    def due(self) -> bool:
+        group = self.first.group
+        return self.muon or (group["calls"] + 1) % group["every"] == 0
+
+    def start(self, grads: list[Tensor | None]) -> None:
+        """Begin to bring the gradients to the owners."""
+        self.grads = grads
+        if not self.reduces:
+            return
+        parts = [
+            [self.zeros(x.numel) if grads[x.q.slot] is None else self.part(grads, x) for x in xs]
+            for xs in self.up
+        ]
+        if self.sharded:
+            return self.exchange(parts, self.down)
+        for part, sizes in zip(parts, self.sizes, strict=True):
+            part.append(self.zeros(self.length - sum(sizes)))
+        if self.opt.deterministic:
+            self.post(dist.all_to_all_single, parts, self.length * self.comm.size)
+        else:
+            self.post(_reduce_scatter, parts, self.length, dist.ReduceOp.AVG)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each piece of `mine`, None where the owner has none."""
+        grads, self.grads = self.grads, None
+        if not self.reduces:
+            own = self.held[self.comm.rank]
+            return [None if grads[x.q.slot] is None else self.part(grads, x) for x in own]
+        if self.sharded:
+            whole = {q: self.zeros(q.rows, q.cols).contiguous() for q in self.mine}
+            for x, part in self.arrived(self.down):
+                whole[x.q][x.inside] = part.view_as(whole[x.q][x.inside])
+            return list(whole.values())
+        total = self.wait()
+        if self.opt.deterministic:  # a sum in the order of the ranks, whoever owns the piece
+            total = functools.reduce(torch.add, total.view(self.comm.size, -1)) / self.comm.size
+        parts = total[: sum(self.sizes[self.comm.rank])].split(self.sizes[self.comm.rank])
+        return [part.view(q.rows, q.cols) for q, part in zip(self.mine, parts, strict=True)]
+
+    def give(self, qs: list[Piece], updates: list[Tensor]) -> None:
+        """Take the Muon updates of some pieces of `mine`."""
+        if self.sharded:
+            self.updates.update(zip(qs, updates, strict=True))
+        else:
+            self.opt._apply(qs, self.weights(qs), updates)
+
+    def weights(self, qs: list[Piece]) -> list[Tensor]:
+        """The pieces of the parameters, where this rank has all of them."""
+        at = [(q.i, slice(q.start, q.stop)) for q in qs]
+        pairs = zip(qs, at, strict=True)
+        return [self.slots[q.slot].part(self.opt._weights[q.slot], a) for q, a in pairs]
+
+    def publish(self) -> None:
+        """Begin to bring the owners' results to all ranks."""
+        if self.comm.size == 1:
+            return
+        if self.sharded:
+            dtype = self.opt.compute_dtype or _compute_dtype(self.device)
+            zero, new = torch.zeros((), dtype=dtype, device=self.device), self.updates
+            parts = [
+                [new[x.q][x.inside] if x.q in new else zero.expand(x.numel) for x in xs]
+                for xs in self.asked
+            ]
+            return self.exchange(parts, self.held, dtype)
+        padding = self.zeros(self.length - sum(self.sizes[self.comm.rank]))
+        parts = [[*self.weights(self.mine), padding]]
+        self.post(_all_gather, parts, self.length * self.comm.size)
+
+    def finish(self, present: list[float]) -> None:
+        """Write what came; on a shard, where some rank had a gradient."""
+        if self.comm.size == 1:
+            return
+        weights, self.updates = self.opt._weights, {}
+        if self.sharded:
+            for x, part in self.arrived(self.held):
+                if present[x.q.slot]:
+                    view = self.part(weights, x)
+                    self.opt._apply([x.q], [view], [part.view_as(view)])
+            return
+        for rank, flat in enumerate(self.wait().view(self.comm.size, -1)):
+            if rank != self.comm.rank and self.owned[rank]:
+                views = self.weights(self.owned[rank])
+                parts = flat[: sum(self.sizes[rank])].split(self.sizes[rank])
+                new = [part.view_as(view) for part, view in zip(parts, views, strict=True)]
+                torch._foreach_copy_(views, new)
+
+    def exchange(self, parts: list[list[Tensor]], links: list[list[Link]], dtype=None) -> None:
+        """parts[r] goes to rank r; links[r] says what comes from there."""
+        gets = [sum(x.numel for x in xs) for xs in links]
+        gives = [sum(t.numel() for t in ts) for ts in parts]
+        parts.append([self.zeros(0).to(dtype or self.first.p.dtype)])
+        self.post(dist.all_to_all_single, parts, sum(gets), gets, gives)
+
+    def arrived(self, links: list[list[Link]]) -> Iterator[tuple[Link, Tensor]]:
+        links, flat = list(itertools.chain(*links)), self.wait()
+        return zip(links, flat.split([x.numel for x in links]) if links else (), strict=True)
+
+    def post(self, collective: Callable, parts: list[list[Tensor]], numel: int, *args) -> None:
+        """Start a collective between flat buffers; both live until wait()."""
+        self.send = torch.cat([t.reshape(-1) for ts in parts for t in ts])
+        self.recv = self.send.new_empty(numel)
+        self.work = collective(self.recv, self.send, *args, group=self.comm.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        recv, self.send, self.recv, self.work = self.recv, None, None, None
+        return recv
+
+
+# ---------------------------------------------------------------------------------- the optimizer
+
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "every": 1, "calls": 0}
+SCALES = {
+    "original": lambda r, c, rms: math.sqrt(max(1, r / c)),
+    "match_rms_adamw": lambda r, c, rms: rms * math.sqrt(max(r, c)),
+    "spectral": lambda r, c, rms: math.sqrt(r / c),
+}
+VALID = {  # key of a group: (what its value must be, the test)
+    "lr": ("at least 0", lambda x: x >= 0),
+    "weight_decay": ("at least 0", lambda x: x >= 0),
+    "momentum": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "ns_steps": ("a whole number from 1", lambda x: int(x) == x >= 1),
+    "coefficients": ("a name or finite triples", lambda x: _triples(x, 1)),
+    "scale": (f"a function or one of {sorted(SCALES)}", lambda x: callable(x) or x in SCALES),
+    "beta2": ("None or in [0, 1)", lambda x: x is None or 0 <= x < 1),
+    "betas": ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x)),
+    "eps": ("at least 0", lambda x: x >= 0),
+    "every": ("a whole number from 1", lambda x: int(x) == x >= 1),
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on matrices, AdamW on groups with use_muon=False: one object for a whole model.
+
+    A group is a dict of "params" (tensors or (name, tensor)) and any argument from lr to heads;
+    an Adam group takes lr, weight_decay, betas, eps and `every`: it steps on every k-th call, on
+    the sum of the gradients since. A value out of range is a ValueError.
+
+    scale: "original" sqrt(max(1, r/c)), "match_rms_adamw" rms sqrt(max(r, c)), "spectral"
+      sqrt(r/c), or a function of (r, c).
+    cautious: decay only where update and weight have one sign. beta2: NorMuon's second moment.
+    split=[rows, ...], heads=h: a fused weight is cut into blocks of rows, each its own matrix.
+      A 3-D parameter is a stack of matrices; 4-D and above flatten from dimension 1.
+    reduce_grads: gradients are local, average them here. process_group: all ranks that hold
+      these parameters, by default the world.
+    nonfinite: "raise" FloatingPointError, "skip" the step, or "ignore"; agreed by all ranks
+      before anything changes. A GradScaler's infs skip.
+    state_dtype: of the momentum. compute_dtype: of Newton-Schulz; None: bf16 on CUDA, else fp32.
+    deterministic: bit for bit the same at every world size. compile: torch.compile Newton-Schulz.
+
+    `grad_norm` is the L2 norm of the averaged gradient at the last step, the same on every rank.
+    A bf16 or fp16 parameter has an fp32 master with its owner. A step waits for the device once.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler then leaves the verdict to step()
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 0.02, weight_decay: float = 0.0,
+        momentum: float = 0.95, nesterov: bool = True, ns_steps: int = 5, *,
+        coefficients: str | Sequence[Sequence[float]] = "polar_express",
+        scale: str | Callable[[int, int], float] = "original", rms: float = 0.2,
+        cautious: bool = False, beta2: float | None = None,
+        split: Sequence[int] | None = None, heads: int | None = None,
+        reduce_grads: bool = False, nonfinite: str = "raise",
+        state_dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None,
+        deterministic: bool = False, compile: bool = False,
+        process_group: Any = None, tp_group: Any = None,
+        rank: int | None = None, world_size: int | None = None,
+    ) -> None:  # fmt: skip
+        defaults = dict(
+            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
+            ns_steps=ns_steps, coefficients=coefficients, scale=scale, rms=rms,
+            cautious=cautious, beta2=beta2, split=split, heads=heads, use_muon=True,
+        )  # fmt: skip
+        if nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f"nonfinite={nonfinite!r}: give raise, skip or ignore")
+        self.reduce_grads, self.nonfinite, self.state_dtype = reduce_grads, nonfinite, state_dtype
+        self.compute_dtype, self.deterministic, self.compile = compute_dtype, deterministic, compile
+        self._process_group, self._tp_group, self._rounds = process_group, tp_group, None
+        self.grad_norm, self._fresh = 0.0, {}
+        super().__init__(params, defaults)
+        self._build()
+        here = self._world.rank, self._world.size
+        if rank not in (None, here[0]) or world_size not in (None, here[1]):
+            raise ValueError(f"rank={rank}, world_size={world_size}, but the process group: {here}")
+
+    def add_param_group(self, param_group: dict) -> None:
+        """torch's; also after steps, then a collective, because owners may change."""
+        if not param_group.get("use_muon", True):
+            param_group = {**ADAM, **param_group}
+        saved = None if self._rounds is None else self.full_state_dict()["state"]
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1], len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if saved is not None:
+            self.state.clear()
+            self._build()
+            self._fill(saved)
+
+    @torch.no_grad()
+    def _build(self) -> None:
+        """Plan from names, shapes, dtypes and layouts alone; make this rank's state."""
+        group = self._process_group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self._world = Comm()
+        if group is not None:
+            self._world = Comm(group, dist.get_world_size(group), dist.get_rank(group))
+        self._slots, self._own = [], defaultdict(dict)
+        for k, group in enumerate(self.param_groups):
+            for name, p in zip(_names(group, k), group["params"], strict=True):
+                slot = Slot(len(self._slots), name, p, group, self._world, self._tp_group)
+                if slot.sharded and self.reduce_grads and slot.home.size != self._world.size:
+                    raise ValueError(
+                        f"reduce_grads=True, but parameter {name} is a shard on {slot.home.size} of "
+                        f"{self._world.size} ranks: average its gradient before step() instead"
+                    )
+                self._slots.append(slot)
+        _agree_on(self._world, [f"{s.name} {s.dims} {s.p.dtype} {s.muon}" for s in self._slots])
+        self._values_agree, self._rounds, self._parts, mine = self._world.size == 1, [], {}, set()
+        for (comm, _, sharded, *_), owned in _share_out(self._slots).items():
+            owned = [owned.get(rank, []) for rank in range(comm.size)]
+            self._rounds.append(Round(self, comm, sharded and comm.size > 1, owned))
+            mine.update(self._rounds[-1].mine)
+        for s in self._slots:
+            self._make_state(s, mine)
+
+    def _make_state(self, s: Slot, mine: set[Piece]) -> None:
+        """Note all of a parameter's state, alike on every rank; make this rank's tensors."""
+        local, wide = _local(s.p), torch.promote_types(s.p.dtype, torch.float32)
+        values = s.view(local.detach())
+        for k, q in enumerate(s.pieces):
+            own, here = self._own[q], q in mine
+            box, shape = q.box, (q.rows, q.cols)
+            if s.whole and not s.muon:
+                box, shape = s.box, local.shape
+            keep = functools.partial(self._keep, s, box=box, shape=shape, here=here)
+            if s.muon:
+                own["momentum"] = keep("momentum_buffer", s.dims, self.state_dtype)
+                if s.group["beta2"] is not None:
+                    name, dims = "second_moment" + f".{k}" * (len(s.pieces) > 1), (1, q.rows, 1)
+                    dims = dims if q.rows >= q.cols else (1, 1, q.cols)
+                    box2 = tuple((0, d) for d in dims)
+                    own["second"] = keep(name, dims, torch.float32, box=box2, shape=dims[1:])
+            else:
+                for name in ("exp_avg", "exp_avg_sq", "grad_sum")[: 2 + (s.group["every"] > 1)]:
+                    own[name] = keep(name, s.dims, wide, counts=s.first)
+                one = {"box": ((0, 1),) * 3, "shape": (), "counts": s.first and k == 0}
+                own["step"] = keep("step", (1, 1, 1), torch.float32, **one)
+            if s.low and not (s.muon and s.sharded):
+                value = s.part(values, (q.i, slice(q.start, q.stop))) if here else None
+                own["master"] = keep("master", s.dims, wide, value=value, counts=s.first)
+        if s.low and s.muon and s.sharded:  # each holder has the master of its shard
+            shape = [b - a for a, b in s.box]
+            master = self._keep(s, "master", s.dims, wide, s.box, shape, True, values, s.first)
+            for x in _links(s.pieces, self._slots, s.home.rank):
+                self._own[x.q]["master"] = master[x.held]
+
+    def _keep(self, s, name, dims, dtype, box, shape, here, value=None, counts=True):
+        """This rank's part `box` of what all ranks together call `name`, as an entry of `state`."""
+        parts = self._parts.setdefault((s, name), (dims, dtype, []))[-1]
+        if not here:
+            return None
+        t, state = torch.zeros(shape, dtype=dtype, device=_local(s.p).device), self.state[s.p]
+        key = name
+        if value is not None:
+            t.copy_(value)
+        if box != tuple((0, d) for d in dims):
+            key += "@" + ",".join(str(a) for a, _ in box)
+        if key in state:  # unpickled: the tensors are new, the values stay
+            t.copy_(state[key].reshape(shape))
+        state[key] = t.view(s.shape) if key == name and dims == s.dims != (1, 1, 1) else t
+        parts.append((key, box, t, counts))
+        return t
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict:
+        """The state of all ranks, on the CPU, in torch's format. A collective.
+
+        Complete and equal on every rank, alike at every world size, nothing in it but tensors and
+        plain values (torch.load takes it with weights_only=True); a function as scale is left out.
+        """
+        state = {s.index: {} for s in self._slots}
+        for (s, name), (dims, dtype, parts) in self._parts.items():
+            whole = torch.zeros(dims, dtype=dtype, device=_local(s.p).device)
+            for _, box, t, counts in parts:
+                part = whole[tuple(slice(a, b) for a, b in box)]
+                if counts:
+                    part.copy_(t.reshape(part.shape))
+            if s.home.size > 1:
+                dist.all_reduce(whole, group=s.home.group)
+            shape = () if name == "step" else s.shape if dims == s.dims else dims[1:]
+            state[s.index][name] = whole.cpu().view(shape)
+        groups = super().state_dict()["param_groups"]
+        groups = [{k: v for k, v in g.items() if not callable(v)} for g in groups]
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load full_state_dict() at any world size, or this rank's state_dict() at its own.
+
+        Tensors keep the dtype that they have here. ValueError names the first parameter of which
+        something is missing.
+        """
+        saved = state_dict["param_groups"]
+        if len(saved) == len(self.param_groups):  # keys that are not saved keep their value
+            mine = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+            saved = [{**m, **s} for m, s in zip(mine, saved, strict=True)]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": saved})
+        self._build()
+        ids = itertools.chain(*(g["params"] for g in saved))
+        self._fill([state_dict["state"].get(i, {}) for i in ids])
+
+    def _fill(self, saved: list[dict]) -> None:
+        for (s, name), (dims, _, parts) in self._parts.items():
+            values = saved[s.index] if s.index < len(saved) else None
+            for key, box, t, _ in parts if values is not None else ():
+                value = values.get(key)
+                if value is None and name in values and values[name].numel() == math.prod(dims):
+                    value = values[name].reshape(dims)[tuple(slice(a, b) for a, b in box)]
+                if value is None or value.numel() != t.numel():
+                    raise ValueError(
+                        f"the state to load lacks {key} of parameter {s.name}: it is a part for "
+                        "another rank or world size; save and load full_state_dict() instead"
+                    )
+                t.copy_(value.reshape(t.shape))
+
+    def __getstate__(self) -> dict:  # for pickle and deepcopy; process groups stay behind
+        own = "reduce_grads nonfinite state_dtype compute_dtype deterministic compile grad_norm"
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in own.split()}}
+
+    def __setstate__(self, state: dict) -> None:
+        defaults = {"_process_group": None, "_tp_group": None, "_fresh": {}}
+        self.__dict__.update({**defaults, **self.__dict__})
+        super().__setstate__(state)
+        self._rounds = None  # the next step builds them
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns the closure's loss. A parameter without gradient stays as it is.
+
+        FloatingPointError, on all ranks and before anything changes, if a gradient is not finite;
+        RuntimeError at the first step if a parameter is not the same on all ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._rounds is None:
+            self._build()
+        if not self._values_agree:
+            self._check_values()
+        grads = [self._grad(s) for s in self._slots]
+        for r in self._rounds:
+            r.start(grads)
+        received = [r.gradients() for r in self._rounds]
+        present, finite = self._verdict(grads, received)
+        if not finite and self.nonfinite != "ignore":
+            if self.nonfinite == "raise" and not hasattr(self, "found_inf"):
+                raise FloatingPointError(self._blame(received))
+            return loss
+        self._weights = [s.view(_local(s.p)) for s in self._slots]
+        due = [r for r in self._rounds if r.due()]
+        for r, gs in zip(self._rounds, received, strict=True):
+            if r.reduces:  # zeros where no rank had a gradient
+                gs = [g if present[q.slot] else None for q, g in zip(r.mine, gs, strict=True)]
+            (self._muon if r.muon else self._adam)(r, gs)
+            if r in due:
+                r.publish()
+        for r in due:
+            r.finish(present)
+        for s, w in zip(self._slots, self._weights, strict=True):
+            if w.data_ptr() != _local(s.p).data_ptr():  # channels_last has no such view
+                _local(s.p).copy_(w.view(_local(s.p).shape))
+        self._weights = None
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                group["calls"] += 1
+        return loss
+
+    def _grad(self, s: Slot) -> Tensor | None:
+        g = s.p.grad if s.p.requires_grad else None
+        if g is None:
+            return None
+        if g.layout != torch.strided:
+            raise ValueError(f"parameter {s.name} has a {g.layout} gradient: make it dense")
+        if isinstance(g, DTensor) and g.placements != s.p.placements:
+            g = g.redistribute(placements=s.p.placements)
+        g, scale = s.view(_local(g)), getattr(self, "grad_scale", None)
+        return g if scale is None else g / scale  # a GradScaler's, which may differ between ranks
+
+    def _verdict(self, grads: list, received: list[list]) -> tuple[list[float], bool]:
+        """(on how many ranks each parameter has a gradient, whether all is finite); grad_norm."""
+        device = self._rounds[0].device if self._rounds else torch.device("cpu")
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        stats = torch.tensor([0.0, *(g is not None for g in grads)], dtype=wide, device=device)
+        for r, gs in zip(self._rounds, received, strict=True):
+            if gs := [g for g in gs if g is not None]:
+                norms = torch.stack(torch._foreach_norm(gs, dtype=wide))
+                stats[0] += r.first.share * norms.square().sum().to(device)
+        if self._world.size > 1:
+            dist.all_reduce(stats, group=self._world.group)
+        total, *present = stats.tolist()
+        self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
+        return present, math.isfinite(total)
+
+    def _blame(self, received: list[list]) -> str:
+        bad = torch.zeros(len(self._slots), device=self._rounds[0].device)
+        for r, gs in zip(self._rounds, received, strict=True):
+            for q, g in zip(r.mine, gs, strict=True):
+                if g is not None and not g.isfinite().all():
+                    bad[q.slot] = 1
+        if self._world.size > 1:
+            dist.all_reduce(bad, group=self._world.group)
+        names = [s.name for s, b in zip(self._slots, bad.tolist(), strict=True) if b]
+        return (
+            f"the gradient of parameter {names[0]} (and {len(names) - 1} others) is not finite; "
+            'nothing was changed; nonfinite="skip" would leave such a step out'
+        )
+
+    def _check_values(self) -> None:
+        """Plain parameters must be the same on all ranks: not swapped, not left to other seeds."""
+        plain = [s for s in self._slots if not s.sharded]
+        sums = torch.stack([s.p.sum(dtype=torch.float64).nan_to_num() for s in plain])
+        ends = torch.stack([sums, -sums])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._world.group)
+        for s, top, low in zip(plain, *ends.tolist(), strict=True):
+            if top + low > 1e-6 * abs(top):
+                raise RuntimeError(
+                    f"parameter {s.name} differs between ranks: broadcast the model's weights, and "
+                    "give the parameters in the same order, before the first step"
+                )
+        self._values_agree = True
+
+    def _muon(self, r: Round, grads: list[Tensor | None]) -> None:
+        limit = 1 if self.deterministic else BATCH.get(r.device.type, 1 << 26)
+        for batch in r.batches.values():
+            first = r.mine[batch[0]]
+            group, size = self._slots[first.slot].group, max(1, limit // first.numel)
+            todo = [(r.mine[k], grads[k]) for k in batch if grads[k] is not None]
+            for k in range(0, len(todo), size):
+                qs, gs = zip(*todo[k : k + size], strict=True)
+                r.give(qs, self._updates(qs, gs, group))
+
+    def _updates(self, qs: Sequence[Piece], gs: Sequence[Tensor], group: dict) -> list[Tensor]:
+        """Scaled updates of matrices of one shape or its transpose; advances their momentum."""
+
+        def turn(ts: Sequence[Tensor]) -> list[Tensor]:
+            return [t if q.rows == qs[0].rows else t.mT for q, t in zip(qs, ts, strict=True)]
+
+        own, mu = [self._own[q] for q in qs], float(group["momentum"])
+        momenta = turn([o["momentum"] for o in own])
+        G, M = torch.stack(turn(gs)).float(), torch.stack(momenta).float()
+        torch._foreach_copy_(momenta, M.lerp_(G, 1 - mu).unbind())
+        U = G.lerp_(M, mu) if group["nesterov"] else M
+        triples = _triples(group["coefficients"], group["ns_steps"])
+        dtype = self.compute_dtype or _compute_dtype(U.device)
+        f = self._compiled(U, triples, dtype) if self.compile else _orthogonalize
+        X = f(U, triples, dtype)
+        if group["beta2"] is not None:
+            second = turn([o["second"] for o in own])
+            short = -1 if X.size(-2) >= X.size(-1) else -2
+            mean = X.float().square().mean(short, keepdim=True)
+            V = torch.stack(second).lerp_(mean, 1 - group["beta2"])
+            torch._foreach_copy_(second, V.unbind())
+            norm = functools.partial(torch.linalg.vector_norm, dim=(-2, -1), keepdim=True)
+            D = X / V.clamp(min=1e-10).sqrt()
+            X = D * (norm(X) / norm(D).clamp(min=1e-30))
+        updates, scale = turn(X.unbind()), group["scale"]
+        scale = scale if callable(scale) else functools.partial(SCALES[scale], rms=group["rms"])
+        scales = [float(scale(q.rows, q.cols)) for q in qs]
+        if any(x != 1 for x in scales):
+            torch._foreach_mul_(updates, scales)
+        return updates
+
+    def _compiled(self, *key) -> Callable:
+        """_orthogonalize for one shape. A code object of its own: dynamo limits the shapes of one."""
+        key = key[0].shape, key[0].device, *key[1:]
+        if key not in self._fresh:
+            f = types.FunctionType(_orthogonalize.__code__.replace(), globals())
+            self._fresh[key] = torch.compile(f, dynamic=False)
+        return self._fresh[key]
+
+    def _apply(self, qs: Sequence[Piece], weights: list[Tensor], updates: list[Tensor]) -> None:
+        group = self._slots[qs[0].slot].group
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        targets = self._targets(qs, weights)
+        if decay and group["cautious"]:
+            for t, u in zip(targets, updates, strict=True):
+                t.sub_(t * (t.sign() == u.sign()), alpha=lr * decay)
+        elif decay:
+            torch._foreach_mul_(targets, 1 - lr * decay)
+        torch._foreach_add_(targets, updates, alpha=-lr)
+        if targets is not weights:
+            torch._foreach_copy_(weights, targets)
+
+    def _targets(self, qs: Sequence[Piece], weights: list[Tensor]) -> list[Tensor]:
+        """The weights or their fp32 masters; what somebody else wrote into a weight counts."""
+        if not self._slots[qs[0].slot].low:
+            return weights
+        masters = [self._own[q]["master"] for q in qs]
+        for m, w in zip(masters, weights, strict=True):
+            m.copy_(torch.where(m.to(w.dtype) == w, m, w.float()))
+        return masters
+
+    def _adam(self, r: Round, grads: list[Tensor | None]) -> None:
+        todo = defaultdict(list)
+        for q, w, g in zip(r.mine, r.weights(r.mine), grads, strict=True):
+            own, group = self._own[q], self._slots[q.slot].group
+            if group["every"] > 1 and g is not None:
+                own["grad_sum"].add_(g.view_as(w))
+            if r.due() and group["every"] > 1:
+                g = own["grad_sum"] if own["grad_sum"].any() else None
+            if r.due() and g is not None:
+                todo[id(group)].append((q, w, g.view_as(w)))
+        for items in todo.values():
+            qs, weights, gs = map(list, zip(*items, strict=True))
+            group, targets = self._slots[qs[0].slot].group, self._targets(qs, weights)
+            names = "exp_avg", "exp_avg_sq", "step"
+            state = {name: [self._own[q][name] for q in qs] for name in names}
+            gs = [g.to(t.dtype) for g, t in zip(gs, targets, strict=True)]
+            adamw(
+                targets, gs, state["exp_avg"], state["exp_avg_sq"], [], state["step"], fused=True,
+                amsgrad=False, maximize=False, lr=float(group["lr"]), beta1=group["betas"][0],
+                beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+            )  # fmt: skip
+            if targets is not weights:
+                torch._foreach_copy_(weights, targets)
+            if group["every"] > 1:
+                torch._foreach_zero_([self._own[q]["grad_sum"] for q in qs])
+
+
+def _names(group: dict, k: int) -> list[str]:
+    return group.get("param_names") or [f"{i} of group {k}" for i in range(len(group["params"]))]
+
+
+def _check(group: dict, k: int) -> None:
+    for key, (what, test) in VALID.items():
+        if key in group and not test(group[key]):
+            raise ValueError(f"{key}={group[key]!r} in group {k}: it must be {what}")
+    for name, p in zip(_names(group, k), group["params"], strict=True):
+        if not p.is_floating_point() or p.layout != torch.strided:
+            raise ValueError(f"parameter {name} is {p.dtype}, {p.layout}: need real and dense")
+        if group["use_muon"] and p.ndim < 2:
+            raise ValueError(f"parameter {name} is {p.ndim}-D: give it use_muon=False")
+    if len(set(map(id, group["params"]))) < len(group["params"]):
+        raise ValueError(f"group {k} has one parameter twice")
+
+
+def _agree_on(world: Comm, lines: list[str]) -> None:
+    """RuntimeError naming the first line that is not the same on all ranks."""
+    if world.size == 1:
+        return
+    digests, lists = [None] * world.size, [None] * world.size
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    dist.all_gather_object(digests, digest, group=world.group)
+    if len(set(digests)) > 1:
+        dist.all_gather_object(lists, lines, group=world.group)
+        for row in itertools.zip_longest(*lists):
+            if len(set(row)) > 1:
+                raise RuntimeError(f"parameters differ between ranks: {' / '.join(map(str, row))}")
+
+
+def param_groups(model: nn.Module, verbose: bool = False, adam: dict | None = None, **muon) -> list:
+    """Two groups: hidden matrices for Muon, all else for AdamW; `adam` and **muon are their options.
+
+    For AdamW: embeddings and what is tied to them, a Linear onto as many outputs as an embedding
+    has entries or named as an output head, and parameters of fewer than two dimensions. `verbose`
+    prints the table.
+    """
+    modules = dict(model.named_modules())
+    tables = [m for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    sizes, aside = {m.num_embeddings for m in tables}, {id(m.weight) for m in tables}
+    for name, m in modules.items():
+        head = name.rpartition(".")[2] in ("lm_head", "head", "output", "unembed", "classifier")
+        if isinstance(m, nn.Linear) and (head or m.out_features in sizes):
+            aside.add(id(m.weight))
+    groups = [{"params": [], **muon}, {"params": [], "use_muon": False, "lr": 3e-3, **(adam or {})}]
     for name, p in model.named_parameters():
-        is_hidden = p.ndim >= 2 and id(p) not in embeddings | heads
-        (hidden if is_hidden else rest).append((name, p))
-    return [dict(params=hidden, **muon), dict(params=rest, use_muon=False, lr=3e-3)]
+        rest = p.ndim < 2 or id(p) in aside
+        groups[rest]["params"].append((name, p))
+        if verbose:
+            print(f"{'adamw' if rest else 'muon':6}{name:48}{tuple(p.shape)}")
+    return [g for g in groups if g["params"]]
