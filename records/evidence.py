@@ -49,7 +49,7 @@ LIBRARIES = {"torch", "numpy", "tiktoken", "tqdm", "triton", *sys.stdlib_module_
 OFF_CLOCK = "startup data model compile warmup probe validation save sample".split()
 FILE_LIMIT, LINE_LIMIT, NUMBER_LIMIT = 2**25, 2**20, 10**15  # bytes, bytes, below this
 TO_DO = "to be filled in by a person"
-FOLDER = r"\d{4}-\d\d-\d\d_[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+FOLDER = r"[0-9]{4}-[0-9]{2}-[0-9]{2}_[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 
 # what the lines of a log and of a ledger have to hold; more may stand beside it
 LOG = {
@@ -280,6 +280,7 @@ def attempts(plan: dict, runs: list[Run]) -> tuple[list, list[Run]]:
 
 
 def check_about(record: Record):
+    """record.json: what a person says, and that the folder's name says the same."""
     about = parse(read(record.folder / "record.json"),
                   "name:str authors:list date:str track:str changed:str")
     optional = {"against": "str", "confirmed_by": "list", "role": "str"}
@@ -289,7 +290,8 @@ def check_about(record: Record):
     yield not extra, f"{sorted(extra)} are no fields: numbers are computed, never typed"
     yield from check_private(about)
     for key in ("authors", "confirmed_by"):
-        good = all(isinstance(who, str) and who.strip() for who in about.get(key, []))
+        good = all(isinstance(who, str) and who.strip() and who.isprintable()
+                   for who in about.get(key, []))
         yield good, f"{key} is {about.get(key)}, not a list of names"
     for key in ("authors", "changed"):
         yield about[key] and TO_DO not in about[key], f"{key} is {TO_DO}"
@@ -338,8 +340,8 @@ def check_private(value):
         found = re.search(pattern, text, re.MULTILINE)
         yield not found, f"holds {what}: {found[0][:8] if found else ''}..."
     name = platform.node()  # of this machine: who publishes a record checks it where it ran
-    mine = re.search(r"[\d.-]", name) and re.search(rf"\b{re.escape(name)}\b", text)
-    yield not mine, "holds a host name: this machine's"
+    telling = re.fullmatch(r"(?=.*[a-z])(?=.*[\d.-]).{4,}", name, re.IGNORECASE)
+    yield not (telling and name in text), "holds a host name: this machine's"
 
 
 def check_files(record: Record):
@@ -356,7 +358,7 @@ def check_code(record: Record):
     """The stored code is the planned one, and keeps the rule on compile settings."""
     plan, against = record.plan["code"], str(record.plan.get("against") or record.folder.name)
     good = all(is_a(code, dict) and "train_gpt.py" in code and all(
-        re.fullmatch(r"\w+\.py", name) for name in code) for code in plan.values())
+        re.fullmatch(r"[A-Za-z0-9_]+\.py", name) for name in code) for code in plan.values())
     arms = ["baseline", "record"] if record.plan.get("against") else ["record"]
     if not good or sorted(plan) != arms or not re.fullmatch(FOLDER, against):
         record.plan["code"] = {}

@@ -13,7 +13,6 @@ nothing that a record holds is executed by verify, table or plot. Only plot need
 
 import argparse
 import difflib
-import fcntl
 import html
 import json
 import math
@@ -133,10 +132,12 @@ def check_claim(record: Record):
     if record.about.get("role") == "baseline":
         defined = math.ceil(round(mean * 1000, 6)) / 1000  # rounded: 1385.0000000000002 is 1385
         yield defined == target, f"as baseline it defines the target {defined}, not {target}"
-        return
-    p, effect = t_test(values, target), (target - mean) / deviation
-    more = f"; about {runs_needed(effect)} runs for 80 % power" if effect > 0 else ""
-    yield p < ALPHA, f"p = {p:.6f} is not below {ALPHA}: mean {mean:.6f}, target {target}{more}"
+    else:
+        p, effect = t_test(values, target), (target - mean) / deviation
+        more = f"; about {runs_needed(effect)} runs for 80 % power" if effect > 0 else ""
+        yield p < ALPHA, f"p = {p:.6f} is not below {ALPHA}: mean {mean:.6f}, target {target}{more}"
+    for arm in ("record", "baseline") if record.plan["pairs"] else ():
+        spread(seconds(record, arm, record.plan["pairs"]))  # slower is no fault, equal times are
 
 
 def judge(folder: Path) -> tuple[Record, list[str]]:
@@ -175,18 +176,16 @@ def records_of(track: str) -> list[Path]:
 
 
 def lines_changed(record: Record) -> str:
-    """'+12 -3 lines against NAME': the baseline's code, else that of the record before."""
-    before = record.folder.parent / record.plan.get("against", "")
-    if before == record.folder.parent:
-        before = max((path for path in before.glob("*_*") if path.name < record.folder.name
-                      and re.fullmatch(FOLDER, path.name)), default=None)
-    marks = []
-    for name in sorted(record.plan["code"]["record"]) if before else ():
-        texts = [evidence.read(folder / name).decode(errors="replace").splitlines()
-                 if (folder / name).exists() else [] for folder in (before, record.folder)]
-        marks += [line[0] for line in difflib.unified_diff(*texts, n=0) if line[:3] not in
-                  ("---", "+++")]
-    return f"+{marks.count('+')} -{marks.count('-')} against {before.name[11:]}" if before else ""
+    """'+12 -3 against Name': the baseline's code, else that of the record before; or nothing."""
+    own, marks = record.folder, []
+    earlier = [path.name for path in own.parent.glob("*_*")
+               if path.name < own.name and re.fullmatch(FOLDER, path.name)]
+    before = record.plan.get("against") or max(earlier, default="")
+    for name in record.plan["code"]["record"] if before else ():
+        old, new = (evidence.read(path).decode(errors="replace").splitlines()
+                    if path.exists() else [] for path in (own.parent / before / name, own / name))
+        marks += [line[0] for line in list(difflib.unified_diff(old, new, n=0))[2:]]
+    return f"+{marks.count('+')} -{marks.count('-')} against {before[11:]}" if before else ""
 
 
 def summary(record: Record) -> dict:
@@ -207,16 +206,16 @@ def summary(record: Record) -> dict:
 
 def report(record: Record) -> str:
     """The lines that verify prints of a valid record."""
-    s, track, n = summary(record), record.track, len(record.arm("record"))
+    s, track = summary(record), record.track
     chance = "defines the target" if record.about.get("role") == "baseline" else \
-        f"power {power(s['effect'], n):.2f}, about {runs_needed(s['effect'])} runs for 80 %"
+        f"power {power(s['effect'], s['n']):.2f}, about {runs_needed(s['effect'])} runs for 80 %"
     cut = [run.start["run_id"] for run in record.runs if run.status == "interrupted"]
     lines = [
-        f"{track['unit']}: mean {s['mean']:.6f}, sd {s['deviation']:.6f}, n = {n}, target "
-        f"{track['target']}, margin {s['margin']:.6f}, p = {s['p']:.3g}; {chance}",
+        f"{track['unit']}: mean {s['mean']:.6f}, sd {s['deviation']:.6f}, n = {s['n']}, "
+        f"target {track['target']}, margin {s['margin']:.6f}, p = {s['p']:.3g}; {chance}",
         f"training: {s['seconds']:.2f} s a run, {s['steps']:,} steps, {s['tokens']:,} tokens, "
         f"{s['machine']}",
-        f"code: {s['lines'] or 'no record before it'} lines",
+        f"lines changed: {s['lines'] or 'no record before it'}",
         f"confirmed by: {', '.join(record.about.get('confirmed_by', [])) or 'nobody yet'}",
     ]
     if s["pairs"]:
@@ -308,14 +307,12 @@ def prepare(args, track: str) -> Path:
     begun = [path for path in records_of(track) if path.name[11:] == args.name]
     if begun:
         return begun[-1]
-    against = records_of(track)
-    if args.against:
-        against = [path for path in against if path.name == Path(args.against).name]
-        if not against:
-            raise ValueError(f"--against {args.against}: no such folder in records/{track}/")
+    against = {"against": Path(args.against).name} if args.against else {}
+    if not {*against.values()} <= {path.name for path in records_of(track)}:
+        raise ValueError(f"--against {args.against}: no such folder in records/{track}/")
     runs = 8 if args.runs is None else args.runs
-    pairs = 0 if not args.against else runs if args.pairs is None else args.pairs
-    if not 2 <= runs <= 1000 or args.against and not 2 <= pairs <= runs:
+    pairs = 0 if not against else runs if args.pairs is None else args.pairs
+    if not 2 <= runs <= 1000 or (against and not 2 <= pairs <= runs):
         raise ValueError(f"{runs} runs and {pairs} pairs: two or more, and a run for each pair")
     folder = ROOT / "records" / track / f"{stamp()[:10]}_{args.name}"
     code = sorted(args.code.glob("*.py")) if args.code else [ROOT / name for name in evidence.CODE]
@@ -325,19 +322,21 @@ def prepare(args, track: str) -> Path:
     for path in code:
         shutil.copyfile(path, folder / path.name)
     about = {"name": args.name, "authors": args.authors or [TO_DO], "date": folder.name[:10],
-             "track": track, "changed": args.changed or TO_DO}
+             "track": track, "changed": args.changed or TO_DO, **against}
     about |= {"role": args.role} if args.role else {}
-    about |= {"against": against[0].name} if args.against else {}
-    (folder / "record.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    (folder / "record.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n",
+                                        encoding="utf-8")
+    planned = {"record": code_of(folder)}
+    planned |= {"baseline": code_of(folder.parent / against["against"])} if against else {}
     append(folder, "plan", name=args.name, track=track, runs=runs, first_seed=args.first_seed,
-           pairs=pairs, **({"against": against[0].name} if args.against else {}), code={
-               "record": code_of(folder),
-               **({"baseline": code_of(against[0])} if args.against else {})})
+           pairs=pairs, code=planned, **against)
     return folder
 
 
 def run(args) -> int:
     """Make an attempt, or go on with the one that was begun under this name."""
+    import fcntl  # not on Windows, where verify works all the same
+
     if not args.launch:
         raise ValueError("nothing to launch with after --: use ./run.sh record NAME --runs 8")
     if not re.fullmatch(FOLDER, f"2026-01-01_{args.name}"):
@@ -359,11 +358,10 @@ def run(args) -> int:
     if runs and not runs[-1].end:  # nobody saw how it ended
         close(folder, runs[-1].start["run_id"], None)
         plan, runs = evidence.read_ledger(folder)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     slots, _ = evidence.attempts(plan, runs)
     for i, ((arm, seed), tries) in enumerate(slots, 1):
-        statuses = [run.status for run in tries]
+        statuses = [one.status for one in tries]
         if statuses[-1:] == ["ok"]:
             continue
         if statuses[-1:] == ["failed"] or len(statuses) > 1:

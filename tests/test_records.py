@@ -221,7 +221,7 @@ def test_valid_records(tmp_path, capsys):
     assert code == 0, text
     assert re.search(r"n = 4, target 1.385, margin 0\.001050, p = 0\.00\d+; power \S+ about", text)
     assert re.search(r"time: \d\.\d+ times 2026-10-01_Base's speed in 2 .*p = 1\.\d+e-05 \(W", text)
-    assert "code: +0 -0 against Base" in text and "confirmed by: nobody yet" in text
+    assert "changed: +0 -0 against Base" in text and "confirmed by: nobody yet" in text
     code, text = verdict(Forger(tmp_path, (3.2791, 3.2778, 3.2787, 3.2784), track="gpu").write(),
                          capsys)
     assert code == 0 and "p = 0.00598" in text, text
@@ -386,6 +386,14 @@ FORGED = {
     "exec": (new_code("muon.py", 'exec("x")\n'), 1, "calls exec: code that nobody can read"),
     "foreign import": (new_code("muon.py", "import fastmuon\n"), 1, "imports fastmuon"),
     "no Python": (new_code("muon.py", "x = (\n"), 1, "is not Python: SyntaxError"),
+    "a script without muon.py": (lambda f: [f.rehash("train_gpt.py", "import torch\n"), *(
+        code.pop("muon.py") for code in (f.code, f.plan["code"]["record"], *(
+            log[0]["code"] for log in f.logs.values())))], 0, "valid"),
+    "a module that no log names": (lambda f: (
+        f.code.update({"kernels.py": "import torch\n"}), f.plan["code"]["record"].update(
+            {"kernels.py": sha256(b"import torch\n")})), 0, "valid"),
+    "a log of other code": (lambda f: f.line("header", 2)["code"].update({"muon.py": "0" * 64}),
+                            1, "ran another muon.py than the plan's"),
     "code of another name": (lambda f: f.plan["code"]["record"].update({"../x.py": "0" * 64}),
                              1, "the plan does not list train_gpt.py"),
 }
