@@ -428,18 +428,22 @@ def table() -> int:
 
 
 def draw_arm(axes, record: Record, arm: str, name: str, color: str) -> None:
-    """Training losses of each run in the track's metric as thin lines, validations as dots."""
-    metric, label = record.track["metric"], f"{name}, n = {len(record.arm(arm))}"
-    for run in record.arm(arm):
-        steps, vals = run.log["step"], run.log["val"]
-        scale = vals[-1][metric] / vals[-1]["loss"]  # 1, or bits per byte of a nat per token
-        for ax, x, val_x in ((axes[0], "train_seconds", "train_seconds"),
-                             (axes[1], "tokens", "train_tokens")):
-            ax.plot([entry[x] for entry in steps], [entry["loss"] * scale for entry in steps],
-                    color=color, linewidth=0.5, alpha=0.3)
-            ax.plot([entry[val_x] for entry in vals], [entry[metric] for entry in vals], "o-",
-                    color=color, markersize=4, linewidth=1, label=label)
-        label = None
+    """Training losses in the track's metric, each run thin and their mean thick; validations as
+    dots. The runs of an arm have the same steps."""
+    metric, logs = record.track["metric"], [run.log for run in record.arm(arm)]
+    vals, label = [val for log in logs for val in log["val"]], f"{name}, n = {len(logs)}"
+    for ax, x, val_x in ((axes[0], "train_seconds", "train_seconds"),
+                         (axes[1], "tokens", "train_tokens")):
+        xs = [[entry[x] for entry in log["step"]] for log in logs]
+        # nats per token, or those in the bits per byte that the run's last validation had for one
+        ys = [[entry["loss"] * log["val"][-1][metric] / log["val"][-1]["loss"]
+               for entry in log["step"]] for log in logs]
+        for one in zip(xs, ys, strict=True):
+            ax.plot(*one, color=color, linewidth=0.4, alpha=0.3)
+        ax.plot([*map(fmean, zip(*xs, strict=True))], [*map(fmean, zip(*ys, strict=True))],
+                color=color, linewidth=1)
+        ax.plot([val[val_x] for val in vals], [val[metric] for val in vals], "o", color=color,
+                markersize=4, label=label if ax is axes[0] else None)
 
 
 def plot(folder: Path | None, out: Path | None) -> int:
@@ -449,14 +453,15 @@ def plot(folder: Path | None, out: Path | None) -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     if folder:
         record, reasons = judge(folder)
         if reasons:
             raise ValueError(f"{folder} is not valid: {reasons[0]}")
         track, out = record.track, out or record.folder / "loss.png"
+        figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
         draw_arm(axes, record, "record", record.about["name"], "tab:blue")
-        draw_arm(axes, record, "baseline", str(record.plan.get("against"))[11:], "tab:orange")
+        if record.plan["pairs"]:
+            draw_arm(axes, record, "baseline", record.plan["against"][11:], "tab:orange")
         for ax, what in zip(axes, ("training seconds", "training tokens"), strict=True):
             ax.axhline(track["target"], color="black", linestyle="--", linewidth=1,
                        label=f"target {track['target']}" if ax is axes[0] else None)
@@ -465,11 +470,16 @@ def plot(folder: Path | None, out: Path | None) -> int:
                    ylim=(0.96 * track["target"], 1.6 * track["target"]))
         figure.legend(loc="outside lower center", ncols=3)
     else:
-        out = out or ROOT / "records" / "history.png"
-        for ax, track in zip(axes, TRACKS, strict=True):
-            valid = [record for record, reasons in map(judge, records_of(track)) if not reasons]
-            ax.plot([record.folder.name.replace("_", "\n", 1) for record in valid],
-                    [fmean(seconds(record)) for record in valid], "o-")
+        valid = {track: [record for record, reasons in map(judge, records_of(track)) if not reasons]
+                 for track in TRACKS}
+        out, drawn = out or ROOT / "records/history.png", [name for name in TRACKS if valid[name]]
+        if not drawn:
+            raise ValueError("there is no valid record to draw")
+        figure, axes = pyplot.subplots(1, len(drawn), figsize=(5.5 * len(drawn), 4.5),
+                                       layout="constrained", squeeze=False)
+        for ax, track in zip(axes[0], drawn, strict=True):
+            ax.plot([record.folder.name.replace("_", "\n", 1) for record in valid[track]],
+                    [fmean(seconds(record)) for record in valid[track]], "o-")
             ax.set(title=f"{track}: {TRACKS[track]['target']} {TRACKS[track]['unit']}",
                    ylabel="training seconds of a run", ylim=(0, None))
     figure.savefig(out, dpi=120)
