@@ -59,7 +59,7 @@ def gpt2_encoding(vocab_size: int = DOCUMENT_START + 1):
     """
     import tiktoken
 
-    # GPT-2's pattern in possessive form: the plain one overflows the stack at a million spaces
+    # GPT-2's pattern in the possessive form that tiktoken uses: the same cuts, faster
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
     ranks = {token: i for i, token in enumerate(gpt2_tokens()[: vocab_size - 1])}
     special = {"<|endoftext|>": vocab_size - 1}
@@ -267,8 +267,9 @@ order; copies of validation documents are left out of training.""")
     sub.add_argument("folder", type=Path, metavar="DIR")
 
     args = parser.parse_args()
-    if args.command == "download" and not 1 <= args.shards <= (n := DATASETS[args.dataset].shards):
-        parser.error(f"--shards {args.shards}: {args.dataset} has train shards 1 to {n}")
+    if args.command == "download" and args.shards not in range(1, DATASETS[args.dataset].shards + 1):
+        parser.error(f"--shards {args.shards}: {args.dataset} has train shards 1 to "
+                     f"{DATASETS[args.dataset].shards}")
     if args.command == "tokenize":
         args.val_first = args.val_first or args.val_every
         if args.val_every and args.val_first > args.val_every:

@@ -18,7 +18,7 @@ import numpy as np
 from manifest import CORES, MANIFEST, examine, locked, shards_in, write_json
 from shards import DOCUMENT_START, HEADER_BYTES, MAGIC, VERSION, UserError
 
-PIECE = 2**20  # characters
+PIECE = 2**18  # characters; a million spaces at once overflow the stack of tiktoken's pattern
 GROUP = 2**18  # characters that one task tokenizes: enough that handing it over costs nothing
 LINE = 2**26  # bytes; a longer line of JSON is refused, not read
 UNFINISHED = "tokenize.tmp"  # where an interrupted run goes on
@@ -79,7 +79,7 @@ def read_pieces(paths: list[Path], field: str) -> Iterator[tuple[bool, str]]:
                 yield from cut(io.StringIO(text, newline=""))
         except UserError:
             raise
-        except (ValueError, EOFError, zlib.error) as error:
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
 
 
