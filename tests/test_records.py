@@ -544,6 +544,12 @@ def test_track_is_the_corpus():
         assert (len(tokens), vocabulary.bytes[tokens].sum()) == (predicted, CPU["val_bytes"])
 
 
+def test_presets_aim_at_the_target():
+    train_gpt = pytest.importorskip("train_gpt")
+    for name, track in record.TRACKS.items():
+        assert train_gpt.PRESETS[name].target == track["target"]
+
+
 @pytest.mark.parametrize("name", evidence.CODE)
 def test_the_trunk_keeps_the_rule_on_compile_settings(name):
     if not (ROOT / name).exists():
