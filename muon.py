@@ -254,7 +254,7 @@ class Slot:
         n, R, C = self.dims
         split, heads, steps = (self.group[key] for key in ("split", "heads", "ns_steps"))
         rows = list(split) if split else [R // heads] * heads if heads else [R]
-        if sum(rows) != R:
+        if sum(rows) != R or min(rows) < 0:
             rule = f"split={split}" if split else f"heads={heads}"
             raise ValueError(f"{rule} does not divide the {R} rows of parameter {self.name}")
         cuts = list(zip(rows, itertools.accumulate(rows), strict=True))
@@ -336,10 +336,10 @@ def _stack(shape: Sequence[int]) -> tuple[int, int, int]:
     return n, rows, math.prod(cols)
 
 
-def newton_schulz_flops(rows: int, cols: int, steps: int = 5, gram: bool | None = None) -> float:
-    """FLOPs of one orthogonalization with full products; `gram` None: as the ratio decides."""
+def newton_schulz_flops(rows: int, cols: int, steps: int = 5, gram: bool = False) -> float:
+    """FLOPs of one orthogonalization, with full products."""
     m, n = sorted((rows, cols))
-    if not (n >= GRAM_RATIO * m if gram is None else gram):
+    if not gram:
         return steps * (4.0 * m * m * n + 2 * m**3)
     starts = 1 + sum(t % 3 == 2 for t in range(1, steps))
     updates = sum(t % 3 != 1 for t in range(steps - 1))
@@ -666,7 +666,8 @@ class Muon(torch.optim.Optimizer):
                     )
                 self._slots.append(slot)
         _agree_on(self._world, [f"{s.name} {s.dims} {s.p.dtype} {s.muon}" for s in self._slots])
-        self._values_agree, self._rounds, self._parts, mine = self._world.size == 1, [], {}, set()
+        self._rounds, self._parts, mine = [], {}, set()
+        self._values_agree = self._world.size == 1 or all(s.sharded for s in self._slots)
         for (comm, _, sharded, *_), owned in _share_out(self._slots).items():
             owned = [owned.get(rank, []) for rank in range(comm.size)]
             self._rounds.append(Round(self, comm, sharded and comm.size > 1, owned))
@@ -694,7 +695,7 @@ class Muon(torch.optim.Optimizer):
             else:
                 for name in ("exp_avg", "exp_avg_sq", "grad_sum")[: 2 + (s.group["every"] > 1)]:
                     own[name] = keep(name, s.dims, wide, counts=s.first)
-                one = {"box": ((0, 1),) * 3, "shape": (), "counts": s.first and k == 0}
+                one = {"box": ((0, 1),) * 3, "shape": (), "counts": k == 0 and not (s.sharded and s.home.rank)}
                 own["step"] = keep("step", (1, 1, 1), torch.float32, **one)
             if s.low and not (s.muon and s.sharded):
                 value = s.part(values, (q.i, slice(q.start, q.stop))) if here else None
@@ -783,6 +784,11 @@ class Muon(torch.optim.Optimizer):
         self.__dict__.update({**defaults, **self.__dict__})
         super().__setstate__(state)
         self._rounds = None  # the next step builds them
+
+    def plan(self, world_size: int) -> dict:
+        """plan() of this optimizer's matrices."""
+        shapes = [(q.rows, q.cols) for s in self._slots if s.muon for q in s.pieces]
+        return plan(shapes, world_size)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -923,7 +929,7 @@ class Muon(torch.optim.Optimizer):
         return updates
 
     def _compiled(self, *key) -> Callable:
-        """_orthogonalize for one shape. A code object of its own: dynamo limits the shapes of one."""
+        """_orthogonalize, for one shape: dynamo limits how many shapes one code object may see."""
         key = key[0].shape, key[0].device, *key[1:]
         if key not in self._fresh:
             f = types.FunctionType(_orthogonalize.__code__.replace(), globals())
@@ -1011,7 +1017,7 @@ def _agree_on(world: Comm, lines: list[str]) -> None:
 
 
 def param_groups(model: nn.Module, verbose: bool = False, adam: dict | None = None, **muon) -> list:
-    """Two groups: hidden matrices for Muon, all else for AdamW; `adam` and **muon are their options.
+    """Two groups: hidden matrices for Muon, all else for AdamW; `adam` **muon are options.
 
     For AdamW: embeddings and what is tied to them, a Linear onto as many outputs as an embedding
     has entries or named as an output head, and parameters of fewer than two dimensions. `verbose`
