@@ -23,12 +23,12 @@ setup() {
         VIRTUAL_ENV=$PWD/.venv
     fi
     python=$VIRTUAL_ENV/bin/python
-    stamp=$VIRTUAL_ENV/.${requirements%.txt}.sha
-    if [[ ! -f $stamp ]] || ! sha256sum --check --status "$stamp" 2>/dev/null; then
+    stamp=$VIRTUAL_ENV/.${requirements%.txt}.installed
+    if ! cat requirements.txt "$requirements" | cmp -s - "$stamp"; then
         printf 'run.sh: installing %s\n' "$requirements" >&2
         "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements" ||
-            fail "pip could not install $requirements"
-        sha256sum requirements*.txt >"$stamp"
+            fail "pip could not install $requirements: see above"
+        cat requirements.txt "$requirements" >"$stamp"
     fi
 }
 
@@ -84,7 +84,12 @@ fi
 for flag in "$@"; do
     if [[ $flag == --help || $flag == -h ]]; then exec "$python" train_gpt.py --help; fi
 done
-((gpus > 0)) || printf 'run.sh: no NVIDIA GPU here: the CPU track, %s ranks\n' "$nproc"
+if ((gpus > 0)); then
+    shards=$("$python" train_gpt.py --shards_needed "$@")
+    if ((shards > 0)); then "$python" data/fineweb.py download --shards "$shards"; fi
+else
+    printf 'run.sh: no NVIDIA GPU here: the CPU track, %s ranks\n' "$nproc"
+fi
 # mistakes in flags and data show here, in one sentence, before any process group is made
 WORLD_SIZE=$((nproc * nnodes)) "$python" train_gpt.py --check "$@"
 exec "${launch[@]}" train_gpt.py "$@"

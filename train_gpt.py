@@ -15,6 +15,7 @@ PROCESS_START = time.perf_counter()  # a run's wall clock starts before torch is
 import argparse
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import datetime
 import hashlib
@@ -157,23 +158,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
-    """Flags -> settings, and what is not a setting: run_id, log_dir, check."""
+    """Flags -> settings, and what is not a setting: run_id, log_dir, check, shards_needed."""
     parser = Parser(
         prog="./run.sh",
         allow_abbrev=False,
         description="Train a GPT. Every setting is a flag; tuples are written a,b,c.",
         epilog="Defaults are the gpu preset's, in brackets the cpu preset's where it differs.",
     )
-    parser.add_argument("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
-    parser.add_argument("--log_dir", type=Path, default=ROOT / "logs", help="its folder (logs)")
-    parser.add_argument("--check", action="store_true", help="check settings and data, then stop")
+    flag = parser.add_argument
+    flag("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
+    flag("--log_dir", type=Path, default=ROOT / "logs", help="folder of the log (logs)")
+    flag("--check", action="store_true", help="check settings and data, and stop")
+    flag("--shards_needed", action="store_true", help="print the FineWeb shards to fetch, and stop")
     # a field's trailing comment is its help: the source and --help say the same
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Settings), re.M))
     for field in dataclasses.fields(Settings):
         default, cpu = field.default, getattr(CPU, field.name)
         text = f"{comments[field.name]} ({default}{'' if cpu == default else f' [{cpu}]'})"
         how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else {}
-        parser.add_argument(f"--{field.name}", help=text.replace("%", "%%"), default=None, **how)
+        flag(f"--{field.name}", help=text.replace("%", "%%"), default=None, **how)
     args = parser.parse_args(argv)
     preset = args.preset or ("gpu" if torch.cuda.is_available() else "cpu")
     if preset not in PRESETS:
@@ -232,7 +235,6 @@ def check_settings(s: Settings, world_size: int) -> None:
 class Stage(NamedTuple):
     batch_tokens: int
     seq_len: int
-    max_document: int
     windows: tuple[int, int]  # short, long
     lr: float
 
@@ -241,7 +243,7 @@ def stage_at(step: int, s: Settings) -> Stage:
     """The stage of a step, 0-based."""
     i = next(i for i, end in enumerate(s.stage_ends) if step < round(end * s.train_steps))
     windows = (s.short_window[i], s.long_window[i])
-    return Stage(s.batch_tokens[i], s.seq_len[i], s.max_document[i], windows, s.stage_lr[i])
+    return Stage(s.batch_tokens[i], s.seq_len[i], windows, s.stage_lr[i])
 
 
 def lr_multiplier(step: int, s: Settings) -> float:
@@ -268,7 +270,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
         scale = (norm * x.size(-1) ** -0.5 + 1e-6).reciprocal_().to(x.dtype)
         y = x * scale
         ctx.save_for_backward(y, scale)
@@ -282,20 +285,6 @@ class RMSNorm(torch.autograd.Function):
 
 
 norm = RMSNorm.apply
-
-
-class ReLUSquared(torch.autograd.Function):
-    """relu(x)^2, keeping one tensor for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        r = x.relu()
-        ctx.save_for_backward(r)
-        return r.square()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return (grad * ctx.saved_tensors[0]).mul_(2)
 
 
 def rotary_tables(length: int, s: Settings) -> tuple[Tensor, Tensor]:
@@ -335,12 +324,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen, scale: float) -> Tensor:
         return y.transpose(1, 2)
     from torch.nn.attention.varlen import varlen_attn
 
-    starts, window = seen
-    flat = [t.flatten(0, 1) for t in (q, k, v)]
-    longest = q.size(1)
-    y = varlen_attn(
-        *flat, starts, starts, longest, longest, scale=scale, window_size=(window, 0)
-    )
+    (starts, window), T = seen, q.size(1)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    y = varlen_attn(*flat, starts, starts, T, T, scale=scale, window_size=(window, 0))
     return y.view_as(q)
 
 
@@ -370,7 +356,7 @@ class MLP(nn.Module):
         self.proj = nn.Parameter(torch.empty(s.model_dim, s.mlp_ratio * s.model_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(ReLUSquared.apply(F.linear(x, self.fc)), self.proj)
+        return F.linear(F.relu(F.linear(x, self.fc)).square(), self.proj)
 
 
 class Block(nn.Module):
@@ -496,50 +482,18 @@ def set_schedule(optimizer: Muon, step: int, s: Settings) -> None:
 # data: GPT-2 tokens from shards, in the run's vocabulary, as rows of a batch
 
 
-def survey_data(s: Settings, vocabulary: Vocabulary) -> tuple[list[Path], list[dict]]:
-    """The training files that the schedule needs, and the log's entry for every shard.
-
-    Each is read from end to end before anything is compiled; UserError for a damaged
-    or foreign one, or too few tokens.
-    """
-    pattern = ROOT / s.train_files
-    files = sorted(pattern.parent.glob(pattern.name))
-    if not files:
-        raise UserError(
-            f"no file matches --train_files {s.train_files}: `python data/fineweb.py download`"
-        )
-    if (ROOT / s.val_file).resolve() in {path.resolve() for path in files}:
-        raise UserError(f"--val_file {s.val_file} is among --train_files {s.train_files}")
-    stages = count_rows(s)
-    entries, total, usable = [], 0, np.zeros(len(stages))
-    for path in files:
-        entries.append({"split": "train", **shards.inspect_shard(path)})
-        tokens = vocabulary.expand(shards.read_shard(path))
-        total += len(tokens)
-        start = vocabulary.document_start
-        usable += [shards.usable_tokens(tokens, limit, start, s.rows) for _, _, limit in stages]
-        # a stage that clips documents reads more of the stream for as many tokens
-        needed = sum(n * size * total / u for (n, size, _), u in zip(stages, usable, strict=True))
-        if total >= needed:
-            break
-    if total * s.epochs < needed:
-        raise UserError(
-            f"the schedule reads {needed:,.0f} tokens, the {len(files)} shards of --train_files"
-            f" hold {total:,}: fetch more, or give --epochs {math.ceil(needed / total)} or fewer"
-            " --train_steps"
-        )
-    entries.append({"split": "val", **shards.inspect_shard(ROOT / s.val_file)})
-    if (have := len(vocabulary.expand(shards.read_shard(ROOT / s.val_file)))) < s.val_tokens + 1:
-        raise UserError(f"--val_tokens {s.val_tokens}: {s.val_file} holds {have} tokens")
-    return files[: len(entries) - 1], entries
-
-
 def count_rows(s: Settings) -> list[tuple[int, int, int]]:
     """(rows of the whole run, seq_len, max_document) of each stage."""
     ends = [round(end * s.train_steps) for end in s.stage_ends]
     steps = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     stages = zip(steps, s.batch_tokens, s.seq_len, s.max_document, strict=True)
     return [(n * batch // size, size, limit) for n, batch, size, limit in stages]
+
+
+def survey_data(s: Settings, vocabulary: Vocabulary) -> tuple[list[Path], list[dict]]:
+    """The training files that the schedule reads, and the log's entry of every shard; UserError."""
+    files = (ROOT / s.train_files, ROOT / s.val_file)
+    return shards.survey(*files, s.val_tokens, count_rows(s), s.rows, s.epochs, vocabulary)
 
 
 class Batch(NamedTuple):
@@ -701,11 +655,10 @@ class Run:
 
     def close(self, status: str, reason: str) -> None:
         seconds = self.train_seconds if self.started is None else self.clock(False)
-        times = dict(train_seconds=seconds, wall_seconds=time.perf_counter() - PROCESS_START)
-        memory = peak_memory(self.ranks.device)
-        self.write(
-            "end", status=status, reason=reason, steps=self.step, **times, peak_memory_mib=memory
-        )
+        facts = dict(steps=self.step, train_seconds=seconds)
+        facts["wall_seconds"] = time.perf_counter() - PROCESS_START
+        facts["peak_memory_mib"] = peak_memory(self.ranks.device)
+        self.write("end", status=status, reason=reason, **facts)
         for closing in filter(None, (self.bar, self.file)):
             closing.close()
 
@@ -737,8 +690,8 @@ def header(s: Settings, run: Run, entries: list[dict], num_params: int) -> dict:
         device = torch.cuda.get_device_name()
     elif cpu.exists():
         device = (re.findall(r"model name\s*: (.*)", cpu.read_text()) or [device])[0]
-    versions = dict(python=platform.python_version(), torch=torch.__version__)
-    public = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_COMPILE_DISABLE")
+    versions = dict(torch=torch.__version__, numpy=np.__version__, cuda=torch.version.cuda)
+    public = ("OMP_", "MKL_", "TORCH_COMPILE", "TORCHINDUCTOR_", "TORCHDYNAMO_")
     return dict(
         run_id=run.path.stem,
         time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -746,14 +699,14 @@ def header(s: Settings, run: Run, entries: list[dict], num_params: int) -> dict:
         seed=s.seed,
         settings=dataclasses.asdict(s),
         code=keep_code(run.path.parent),
-        versions=dict(versions, numpy=np.__version__, cuda=torch.version.cuda),
+        versions=dict(python=platform.python_version(), **versions),
         device=device,
         world_size=run.ranks.world_size,
         threads=torch.get_num_threads(),
         num_params=num_params,
         vocab_size=s.vocab_size,
         shards=entries,
-        environment={name: os.environ[name] for name in public if name in os.environ},
+        environment={k: v for k, v in os.environ.items() if k.startswith(public) and "/" not in v},
     )
 
 
@@ -947,6 +900,16 @@ def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabul
     )
 
 
+def log_path(s: Settings, args: argparse.Namespace) -> Path:
+    """Where this run's log will be; never one that is there."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
+    run_id = args.run_id or f"{now}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
+    path = args.log_dir.resolve() / f"{run_id}.jsonl"
+    if path.exists():
+        raise UserError(f"--run_id {run_id}: {path} exists; choose another")
+    return path
+
+
 def stop(number: int, frame) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
@@ -954,7 +917,8 @@ def stop(number: int, frame) -> None:
 def train_and_close(run: Run, *what) -> int:
     """train(), and whatever happens the log gets its last line; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has its way
+            signal.signal(number, stop)
     status, reason = "ok", ""
     try:
         train(run, *what)
@@ -974,21 +938,29 @@ def train_and_close(run: Run, *what) -> int:
     return int(status != "ok")
 
 
+def keep_memory() -> None:
+    """Let freed memory stay with the process: fetching it anew takes a sixth of a CPU step."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD, bytes
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+
+
 def main(argv: list[str]) -> int:
+    keep_memory()
     try:
         s, args = parse_arguments(argv)
         check_settings(s, int(os.environ.get("WORLD_SIZE", 1)))
+        if args.shards_needed:
+            print(shards.count_fineweb(s.train_files, count_rows(s), s.rows))
+            return 0
         vocabulary = Vocabulary(s.vocab_size)
         if args.check:
             survey_data(s, vocabulary)
             return 0
         ranks = join_ranks(s)
         files, entries = ranks.from_first(lambda: survey_data(s, vocabulary))
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
-        run_id = args.run_id or f"{now}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
-        path = args.log_dir.resolve() / f"{ranks.from_first(lambda: run_id)}.jsonl"
-        if path.exists():
-            raise UserError(f"--run_id {run_id}: {path} exists; choose another")
+        path = ranks.from_first(lambda: log_path(s, args))
         run = Run(ranks, path)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -183,7 +183,7 @@ def document_rows(arrays, shapes: list[tuple[int, int, int]], document_start: in
 
 def max_segments(tokens: int) -> int:
     """Documents that a row has room for: shapes must not depend on the data."""
-    return max(1, tokens // 64)
+    return tokens // 64 + 8
 
 
 def usable_tokens(tokens: np.ndarray, limit: int, document_start: int, rows: str) -> int:
@@ -217,3 +217,49 @@ def prefetch(iterator, depth: int = 2):
         if error:
             raise error
         yield item
+
+
+def survey(
+    train: Path, val: Path, val_tokens: int, shapes: list, rows: str, epochs: int, vocabulary
+) -> tuple[list[Path], list[dict]]:
+    """The training files that rows of these shapes use up, and what each shard read is.
+
+    train: the pattern of the files, all of whose earlier ones are read from end to end, as is val;
+    shapes: (rows, tokens of a row, most tokens of a document) of each stage. UserError for a
+    damaged or foreign shard, or for too few tokens.
+    """
+    files = sorted(train.parent.glob(train.name))
+    if not files:
+        raise UserError(f"no file matches --train_files {train}: `python data/fineweb.py download`")
+    if val.resolve() in {path.resolve() for path in files}:
+        raise UserError(f"--val_file {val} is among --train_files {train}")
+    entries, total, usable = [], 0, np.zeros(len(shapes))
+    for path in files:
+        entries.append({"split": "train", **inspect_shard(path)})
+        tokens = vocabulary.expand(read_shard(path))
+        total += len(tokens)
+        start = vocabulary.document_start
+        usable += [usable_tokens(tokens, limit, start, rows) for _, _, limit in shapes]
+        # a stage that clips documents reads more of the stream for as many tokens
+        pairs = zip(shapes, usable, strict=True)
+        needed = sum(n * size * total / max(u, 1) for (n, size, _), u in pairs)
+        if total >= needed:
+            break
+    if total * epochs < needed:
+        raise UserError(
+            f"the schedule reads {needed:,.0f} tokens, the {len(files)} shards of --train_files"
+            f" hold {total:,}: fetch more, or give --epochs {int(-(-needed // total))} or fewer"
+            " --train_steps"
+        )
+    entries.append({"split": "val", **inspect_shard(val)})
+    if (have := len(vocabulary.expand(read_shard(val)))) < val_tokens + 1:
+        raise UserError(f"--val_tokens {val_tokens}: {val} holds {have} tokens")
+    return files[: len(entries) - 1], entries
+
+
+def count_fineweb(train_files: str, shapes: list, rows: str) -> int:
+    """FineWeb shards of 100M tokens to fetch for rows of these shapes; 0 for other files."""
+    if "fineweb" not in train_files:
+        return 0
+    kept = 0.6 if rows == "documents" else 1.0  # of the stream at least, after the clipping
+    return int(-(-sum(count * size for count, size, _ in shapes) // (kept * 1e8)))

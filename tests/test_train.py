@@ -13,9 +13,10 @@ import pytest
 import shards
 import torch
 import torch.nn.functional as F
-import train_gpt as t
 from fineweb import gpt2_encoding
 from ranks import run_ranks
+
+import train_gpt as t
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -58,16 +59,10 @@ def shaken(s: t.Settings) -> t.GPT:
 # model
 
 
-def test_norm_and_relu_squared_match_torch_and_their_gradients_hold():
+def test_norm_matches_torch_and_its_gradient_holds():
     x = torch.randn(5, 7, 16, dtype=torch.float64, requires_grad=True)
     assert torch.allclose(t.norm(x), F.rms_norm(x, (16,)), atol=1e-5)
-    small = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(t.ReLUSquared.apply, small)
-    # norm computes its scale in fp32, so compare with autograd instead of differences
-    grad = torch.randn_like(x)
-    ours = torch.autograd.grad(t.norm(x), x, grad)[0]
-    theirs = torch.autograd.grad(F.rms_norm(x, (16,)), x, grad)[0]
-    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert torch.autograd.gradcheck(t.norm, x, atol=1e-5)
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
@@ -225,19 +220,19 @@ def test_the_order_of_stream_rows_depends_on_the_seed_and_nothing_else(tmp_path)
 
 def test_document_rows_hold_whole_documents_clipped_with_their_true_successors(tmp_path):
     files = positions(tmp_path, [700, 800], every=50)  # 30 documents of 50, one over the border
-    shapes = [(6, 64, 20), (4, 96, 1000)]
+    shapes = [(5, 64, 20), (3, 96, 1000)]
     arrays = (np.array(shards.read_shard(path)) for path in files)
     rows = list(shards.document_rows(arrays, shapes, 50256, seed=0))
-    assert [sum(length for *_, length in row) for row in rows] == [64] * 6 + [96] * 4
+    assert [sum(length for *_, length in row) for row in rows] == [64] * 5 + [96] * 3
     pieces = [(tokens[at + 1].item() - 1, size) for row in rows for tokens, at, size in row]
     assert [at for at, _ in pieces] == list(range(0, 50 * len(pieces), 50))  # each start, in order
     assert max(size for _, size in pieces[:20]) == 20 and max(s for _, s in pieces) == 50
     s = dataclasses.replace(TINY_GPU, vocab_size=50257)
     batch = loader(s).batch(rows, 96)
     inside = (batch.ids < 50256) & (batch.targets >= 0) & (batch.targets < 50256)
-    inside[:6, 64:] = False
+    inside[:5, 64:] = False
     assert torch.equal(batch.targets[inside], batch.ids[inside] + 1)
-    assert (batch.targets[:6, 64:] == -1).all()  # what pads a short row is not predicted
+    assert (batch.targets[:5, 64:] == -1).all()  # what pads a short row is not predicted
 
 
 def test_what_breaks_in_the_reading_thread_is_raised_in_the_loop():
@@ -288,7 +283,7 @@ def first_steps(rank: int, world_size: int, s: t.Settings, steps: int = 5, warm:
 @pytest.mark.parametrize("s", [TINY, TINY_GPU], ids=["cpu", "gpu"])
 def test_ranks_and_accumulation_change_nothing(s):
     s = dataclasses.replace(s, val_tokens=3001)  # divides by nothing
-    steps = 8 if s is not TINY else 5
+    steps = s.train_steps
     alone, val = first_steps(0, 1, s, steps)
     assert alone[0][0] > alone[-1][0] and alone[0][1] > 0
     smaller = dataclasses.replace(s, micro_batch_tokens=max(s.seq_len))
@@ -388,7 +383,8 @@ def test_two_ranks_train_like_one_and_validation_does_not_disturb(short_flags):
     one = run(*short_flags, "--val_every=0")
     two = run(*short_flags, "--val_every=7", ranks=2)
     losses = [[x["loss"] for x in log if x["kind"] == "step"] for log in (one, two)]
-    assert np.allclose(*losses, rtol=1e-4)
+    assert np.allclose(losses[0][:2], losses[1][:2], rtol=1e-4)  # steps 0 and 10
+    assert np.allclose(*losses, rtol=1e-2)  # rounding grows with every step
     assert two[0]["world_size"] == 2
 
 
