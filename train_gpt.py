@@ -8,9 +8,9 @@ One script for one process or many, on GPUs or a CPU: what differs between the t
 Only the process group, attention, the dtype and the clock's synchronization look at the device.
 """
 
-import time
+from time import perf_counter as now
 
-PROCESS_START = time.perf_counter()  # a run's wall clock starts before torch is imported
+PROCESS_START = now()  # a run's wall clock starts before torch is imported
 
 import argparse
 import contextlib
@@ -60,7 +60,6 @@ from muon import Muon
 @dataclass(frozen=True)
 class Settings:
     """All that a run depends on; every field is a flag. Tuples hold one value for each stage."""
-
     preset: str = "gpu"  # gpu: the 8xH100 recipe; cpu: a speedrun for two cores
     seed: int = 0  # of the initial weights and of the order of rows
     # data
@@ -90,7 +89,6 @@ class Settings:
     short_window: tuple[int, ...] = (128, 384, 640, 768)  # tokens that a token looks back
     long_window: tuple[int, ...] = (384, 896, 1408, 1664)  # tokens, in long_window_blocks
     stage_lr: tuple[float, ...] = (1.0, 1.52, 1.73, 1.73)  # times every learning rate
-    warmup_steps: int = 0  # linear warm-up of the learning rate
     cooldown_frac: float = 0.6  # the learning rate falls linearly over this last part
     cooldown_floor: float = 0.15  # to this fraction
     # optimizer: Muon for the blocks' matrices, Adam for the rest
@@ -129,12 +127,11 @@ CPU = dataclasses.replace(
     preset="cpu",
     train_files="data/sotu_train_*.bin",
     val_file="data/sotu_val_000000.bin",
-    **dict(val_tokens=0, vocab_size=2048, rows="stream", epochs=1),
-    **dict(num_layers=4, num_heads=4, head_dim=32, attn_scale=0.18),
-    **dict(value_embed_blocks=(1, 3), long_window_blocks=()),
+    **dict(val_tokens=0, vocab_size=2048, rows="stream"),
+    **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3)),
+    **dict(long_window_blocks=(), attn_scale=0.18, cooldown_frac=0.5, cooldown_floor=0.0),
     **dict(train_steps=1200, stage_ends=(1.0,), batch_tokens=(2048,), seq_len=(128,)),
     **dict(max_document=(128,), short_window=(128,), long_window=(128,), stage_lr=(1.0,)),
-    **dict(cooldown_frac=0.5, cooldown_floor=0.0),
     **dict(lr=0.05, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
     **dict(weight_decay=0.0, cautious=False, beta2=0.0),
     **dict(embed_lr=0.025, value_embed_lr=0.025, head_lr=0.01, scalar_lr=0.025),
@@ -152,20 +149,19 @@ def parse_flag(field: dataclasses.Field, text: str):
     return field.type(text)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message}; `./run.sh --help` lists the flags")
-
-
 def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
     """Flags -> settings, and what is not a setting: run_id, log_dir, check, shards_needed."""
-    parser = Parser(
+
+    def refuse(message: str):
+        raise UserError(f"{message}; `./run.sh --help` lists the flags")
+
+    parser = argparse.ArgumentParser(
         prog="./run.sh",
         allow_abbrev=False,
         description="Train a GPT. Every setting is a flag; tuples are written a,b,c.",
         epilog="Defaults are the gpu preset's, in brackets the cpu preset's where it differs.",
     )
-    flag = parser.add_argument
+    parser.error, flag = refuse, parser.add_argument
     flag("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
     flag("--log_dir", type=Path, default=ROOT / "logs", help="folder of the log (logs)")
     flag("--check", action="store_true", help="check settings and data, and stop")
@@ -247,11 +243,9 @@ def stage_at(step: int, s: Settings) -> Stage:
 
 
 def lr_multiplier(step: int, s: Settings) -> float:
-    """Warm-up, constant, linear cool-down to the floor; times the stage's own factor."""
-    warm = min(1.0, (step + 1) / max(1, s.warmup_steps))
-    left = (s.train_steps - step) / (s.cooldown_frac * s.train_steps) if s.cooldown_frac else 1.0
-    cool = s.cooldown_floor + (1 - s.cooldown_floor) * min(1.0, left)
-    return stage_at(step, s).lr * warm * cool
+    """Constant, then a linear cool-down to the floor; times the stage's own factor."""
+    left = (s.train_steps - step) / max(s.cooldown_frac * s.train_steps, 1e-9)
+    return stage_at(step, s).lr * (s.cooldown_floor + (1 - s.cooldown_floor) * min(1.0, left))
 
 
 def momentum_at(step: int, s: Settings) -> float:
@@ -303,10 +297,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sight(segments: Tensor, window: int, seq_len: int):
-    """Who sees whom, in the form that attention() takes on this device.
+    """Who sees whom, as attention() takes it: a token sees itself and `window` tokens before.
 
-    On a CPU (B, 1, T, T), 0 or -inf, from the segment of each token (B, T); on CUDA the segments'
-    starts in the flattened rows, and the window. A token sees itself and `window` tokens before.
+    On a CPU (B, 1, T, T), 0 or -inf, from each token's segment; on CUDA segments' starts, window.
     """
     if segments.is_cuda:
         return segments, window
@@ -414,14 +407,6 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
 
 
-def role(name: str, parameter: Tensor) -> str:
-    """Which optimizer group a parameter is in: matrix, embed, value_embeds, lm_head or scalar."""
-    if parameter.ndim < 2:
-        return "scalar"
-    top = name.split(".")[0]
-    return "matrix" if top == "blocks" else top
-
-
 @torch.no_grad()
 def init_parameters(model: GPT, s: Settings) -> None:
     """The same weights on every rank and device: drawn on the CPU from the seed."""
@@ -445,24 +430,24 @@ def build_model(s: Settings, device: torch.device) -> GPT:
     """The model with its first weights: matrices and tables in the device's dtype, scalars fp32."""
     model = GPT(s)
     init_parameters(model, s)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for p in model.parameters():
-        p.data = p.data.to(device, dtype if p.ndim >= 2 else torch.float32)
+        if device.type == "cuda" and p.ndim >= 2:
+            p.data = p.data.bfloat16()
     return model.to(device)
 
 
 def build_optimizer(model: GPT, s: Settings) -> Muon:
-    """Muon for the matrices, Adam for every other role; each parameter is in one group."""
+    """Muon for the blocks' matrices, Adam for the rest; each parameter is in one group."""
     adam = dict(use_muon=False, betas=s.adam_betas, eps=s.adam_eps, weight_decay=0.0)
     groups = dict(
-        matrix=dict(lr=s.lr, weight_decay=s.weight_decay),
+        blocks=dict(lr=s.lr, weight_decay=s.weight_decay),
         embed=dict(lr=s.embed_lr, **adam),
         value_embeds=dict(lr=s.value_embed_lr, **adam),
         lm_head=dict(lr=s.head_lr, **adam),
         scalar=dict(lr=s.scalar_lr, **adam),
     )
     for name, p in model.named_parameters():
-        group = groups[role(name, p)]
+        group = groups[name.split(".")[0] if p.ndim >= 2 else "scalar"]
         group.setdefault("params", []).append(p)
         group["initial_lr"] = group["lr"]
     groups = [group for group in groups.values() if "params" in group]
@@ -523,9 +508,10 @@ class Loader:
         begins[:, 0] = True
         if self.ranks.device.type == "cpu":
             return Batch(*map(torch.from_numpy, (ids, targets, begins.cumsum(1))))
-        # as many starts as there is room for; the empty segments at the end do not matter
+        # shapes must not depend on the data: segments of no tokens fill up the room
         starts = np.full(len(rows) * shards.max_segments(size) + 1, ids.size, np.int32)
-        found = np.flatnonzero(begins)[: len(starts) - 1]
+        found = np.flatnonzero(begins)
+        assert len(found) < len(starts), f"{len(found)} segments in {ids.size} tokens"
         starts[: len(found)] = found
         arrays = (torch.from_numpy(array).pin_memory() for array in (ids, targets, starts))
         return Batch(*(array.to(self.ranks.device, non_blocking=True) for array in arrays))
@@ -571,16 +557,16 @@ class Ranks(NamedTuple):
 
     def from_first(self, make):
         """What make() returns on rank 0, on every rank; a user's mistake there is raised here."""
-        box = [None, None]
+        box = [None]
         if self.rank == 0:
             try:
-                box[0] = make()
+                box = [make()]
             except UserError as error:
-                box[1] = str(error)
+                box = [error]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0, device=self.device)
-        if box[1]:
-            raise UserError(box[1])
+        if isinstance(box[0], UserError):
+            raise box[0]
         return box[0]
 
 
@@ -608,7 +594,7 @@ class Run:
     def __init__(self, ranks: Ranks, path: Path):
         self.ranks, self.path, self.step = ranks, path, 0
         self.train_seconds, self.started = 0.0, None
-        self.file, self.bar, self.told = None, None, time.perf_counter()
+        self.file, self.bar, self.told = None, None, now()
         if ranks.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "x", encoding="utf-8")
@@ -626,9 +612,9 @@ class Run:
         """Start or stop the training clock, when the device has done all its work; seconds."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.train_seconds += now - self.started if self.started else 0.0
-        self.started = now if runs else None
+        time = now()
+        self.train_seconds += time - self.started if self.started else 0.0
+        self.started = time if runs else None
         return self.train_seconds
 
     @contextlib.contextmanager
@@ -636,10 +622,10 @@ class Run:
         """A named section that is not training: the clock stands, its seconds go into the log."""
         was_running = self.started is not None
         self.clock(False)
-        start = time.perf_counter()
+        start = now()
         yield
         self.clock(False)
-        self.write("off_clock", name=name, seconds=time.perf_counter() - start, **fields)
+        self.write("off_clock", name=name, seconds=now() - start, **fields)
         if was_running:
             self.clock(True)
 
@@ -649,16 +635,15 @@ class Run:
             self.bar = self.bar or tqdm(total=steps, unit="step", dynamic_ncols=True)
             self.bar.set_postfix_str(text)
             self.bar.update(step - self.bar.n)
-        elif time.perf_counter() - self.told > 5:
-            self.told = time.perf_counter()
+        elif now() - self.told > 5:
+            self.told = now()
             self.say(f"step:{step}/{steps} {text}")
 
     def close(self, status: str, reason: str) -> None:
         seconds = self.train_seconds if self.started is None else self.clock(False)
-        facts = dict(steps=self.step, train_seconds=seconds)
-        facts["wall_seconds"] = time.perf_counter() - PROCESS_START
-        facts["peak_memory_mib"] = peak_memory(self.ranks.device)
-        self.write("end", status=status, reason=reason, **facts)
+        facts = dict(steps=self.step, train_seconds=seconds, wall_seconds=now() - PROCESS_START)
+        memory = peak_memory(self.ranks.device)
+        self.write("end", status=status, reason=reason, **facts, peak_memory_mib=memory)
         for closing in filter(None, (self.bar, self.file)):
             closing.close()
 
@@ -742,7 +727,7 @@ class Validation:
 
 
 @torch.no_grad()
-def probe_causality(model: GPT, s: Settings, loader: Loader) -> dict:
+def probe_causality(run: Run, model: GPT, s: Settings, loader: Loader) -> None:
     """Change the second half of a row: no logit before may move, and some after must."""
     size, windows = s.seq_len[-1], (s.short_window[-1], s.long_window[-1])
     half, near = size // 2, min(size // 2, 512)  # what is near the change fits into memory
@@ -754,7 +739,13 @@ def probe_causality(model: GPT, s: Settings, loader: Loader) -> dict:
         logits.append(model.logits(hidden[0, half - near : half + near]))
     moved = (logits[0] - logits[1]).abs().amax(-1)
     change, effect = moved[:near].max().item(), moved[near:].max().item()
-    return dict(name="causality", max_change=change, effect=effect, ok=change <= 1e-3 < effect)
+    ok = change <= 1e-3 < effect
+    run.write("probe", name="causality", step=run.step, max_change=change, effect=effect, ok=ok)
+    if not ok:
+        raise ArithmeticError(
+            f"the causality probe failed: logits moved by {change:g} before what was changed in a"
+            f" row (must be 0), by {effect:g} after it (must not be 0)"
+        )
 
 
 @torch.no_grad()
@@ -790,40 +781,28 @@ def train_step(forward, optimizer: Muon, batches: list[Batch], step: int, s: Set
     return total, count
 
 
-def warm_up(forward, model: GPT, optimizer: Muon, s: Settings, loader: Loader) -> dict:
+def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader: Loader) -> None:
     """Three steps of every stage's shapes on random tokens, which compiles what is compiled.
 
     Weights and optimizer state are restored after. In between no weight is zero any more, as many
-    are at first, so that the causality probe, whose result is returned, sees every part.
+    are at first, so that the causality probe sees every part.
     """
     weights = [p.detach().clone() for p in model.parameters()]
     state = copy.deepcopy(optimizer.state_dict())
-    ranks = loader.ranks
-    rng = np.random.default_rng(ranks.rank)
+    rng = np.random.default_rng(run.ranks.rank)
     for end in s.stage_ends:
         step = max(0, round(end * s.train_steps) - 1)
-        stage = stage_at(step, s)
-        row = rng.integers(s.vocab_size, size=stage.seq_len + 1).astype(np.uint16)
-        share = stage.batch_tokens // stage.seq_len // ranks.world_size
-        rows = [[(row, 0, stage.seq_len)]] * share
+        stage, size = stage_at(step, s), stage_at(step, s).seq_len
+        row = [(rng.integers(s.vocab_size, size=size + 1).astype(np.uint16), 0, size)]
+        rows = [row] * (stage.batch_tokens // size // run.ranks.world_size)
         for _ in range(3):
-            batches = loader.micro_batches(rows, stage.seq_len)
-            train_step(forward, optimizer, batches, step, s, ranks)
-    probe = probe_causality(model, s, loader)
+            batches = loader.micro_batches(rows, size)
+            train_step(forward, optimizer, batches, step, s, run.ranks)
+    probe_causality(run, model, s, loader)
     with torch.no_grad():
         for p, first in zip(model.parameters(), weights, strict=True):
             p.copy_(first)
     optimizer.load_state_dict(state)
-    return probe
-
-
-def check_probe(run: Run, step: int, probe: dict) -> None:
-    run.write("probe", step=step, **probe)
-    if not probe["ok"]:
-        raise ArithmeticError(
-            f"the model sees the future: logits before a change moved by {probe['max_change']:g}"
-            f" (after it by {probe['effect']:g})"
-        )
 
 
 def validate(run: Run, forward, validation: Validation, step: int, steps: int, tokens: int):
@@ -842,18 +821,17 @@ def validate(run: Run, forward, validation: Validation, step: int, steps: int, t
 
 def log_step(run: Run, optimizer: Muon, step: int, total, count, tokens: int, s: Settings) -> None:
     total, count = run.ranks.sum(total, count)
-    seconds, loss, rate = run.clock(True), total / count, lr_multiplier(step, s)
-    norm = float(optimizer.grad_norm)
-    facts = dict(loss=loss, grad_norm=norm, lr_multiplier=rate, tokens=tokens)
-    run.write("step", step=step, **facts, train_seconds=seconds)
-    left = seconds / (step + 1) * (s.train_steps - step - 1)
-    text = f"train_loss:{loss:.4f} {tokens / seconds:,.0f} tokens/s, {left:.0f} s left"
+    seconds, loss, grad_norm = run.clock(True), total / count, float(optimizer.grad_norm)
+    facts = dict(loss=loss, grad_norm=grad_norm, lr_multiplier=lr_multiplier(step, s))
+    run.write("step", step=step, **facts, tokens=tokens, train_seconds=seconds)
+    left, speed = seconds * (s.train_steps / (step + 1) - 1), tokens / seconds
+    text = f"train_loss:{loss:.4f} {speed:,.0f} tokens/s, {left:.0f} s left"
     run.progress(step + 1, s.train_steps, text)
 
 
 def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabulary) -> None:
     """The whole run, from the model's first weights to the last validation."""
-    ranks, since = run.ranks, time.perf_counter()
+    ranks, since = run.ranks, now()
     loader = Loader(s, ranks, vocabulary)
     model = build_model(s, ranks.device)
     optimizer = build_optimizer(model, s)
@@ -862,15 +840,12 @@ def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabul
     if ranks.rank == 0:
         head = header(s, run, entries, sum(p.numel() for p in model.parameters()))
         run.write("header", **head)
-        run.say(
-            f"{s.preset} track: {head['device']}, {ranks.world_size} ranks,"
-            f" {head['num_params']:,} parameters, {s.train_steps} steps; log: {run.path}"
-        )
+        size = f"{ranks.world_size} ranks, {head['num_params']:,} parameters"
+        run.say(f"{s.preset} track: {head['device']}, {size}; log: {run.path}")
     run.write("off_clock", name="startup", seconds=since - PROCESS_START)
-    run.write("off_clock", name="model", seconds=time.perf_counter() - since)
+    run.write("off_clock", name="model", seconds=now() - since)
     with run.off_clock("warmup", state_restored=True):
-        probe = warm_up(forward, model, optimizer, s, loader)
-    check_probe(run, 0, probe)
+        warm_up(run, forward, model, optimizer, s, loader)
     validate(run, forward, validation, 0, s.train_steps, 0)
 
     batches, tokens = shards.prefetch(loader.steps(files)), 0
@@ -886,8 +861,7 @@ def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabul
     seconds, run.step = run.clock(False), s.train_steps
 
     with run.off_clock("probe"):
-        probe = probe_causality(model, s, loader)
-    check_probe(run, s.train_steps, probe)
+        probe_causality(run, model, s, loader)
     if s.sample_tokens:
         with run.off_clock("sample"):
             ids = generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
@@ -902,8 +876,8 @@ def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabul
 
 def log_path(s: Settings, args: argparse.Namespace) -> Path:
     """Where this run's log will be; never one that is there."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
-    run_id = args.run_id or f"{now}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
+    run_id = args.run_id or f"{date}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
     path = args.log_dir.resolve() / f"{run_id}.jsonl"
     if path.exists():
         raise UserError(f"--run_id {run_id}: {path} exists; choose another")

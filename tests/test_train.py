@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -113,17 +114,21 @@ def test_no_logit_depends_on_a_later_token_or_on_another_document(s):
     assert other[start:].max() == 0 < other[start - 3]
 
 
-def test_the_probe_catches_a_model_that_sees_the_future(monkeypatch):
-    model = shaken(TINY)
-    assert t.probe_causality(model, TINY, loader(TINY))["ok"]
+def test_the_probe_catches_a_model_that_sees_the_future(monkeypatch, tmp_path):
+    model, log = shaken(TINY), t.Run(ALONE, tmp_path / "probe.jsonl")
+    t.probe_causality(log, model, TINY, loader(TINY))
     monkeypatch.setattr(t, "sight", lambda segments, w, T: torch.zeros(len(segments), 1, T, T))
-    probe = t.probe_causality(model, TINY, loader(TINY))
-    assert not probe["ok"] and probe["max_change"] > 1e-3
+    with pytest.raises(ArithmeticError, match="causality probe failed"):
+        t.probe_causality(log, model, TINY, loader(TINY))
+    first, second = map(json.loads, log.path.read_text().splitlines())
+    assert first["ok"] and first["max_change"] == 0 < first["effect"]
+    assert not second["ok"] and second["max_change"] > 1e-3
 
 
-def test_the_probe_does_not_pass_a_model_that_ignores_its_input():
+def test_the_probe_does_not_pass_a_model_that_ignores_its_input(tmp_path):
     model = t.build_model(TINY, CPU)  # lm_head is zero: nothing moves at all
-    assert not t.probe_causality(model, TINY, loader(TINY))["ok"]
+    with pytest.raises(ArithmeticError):
+        t.probe_causality(t.Run(ALONE, tmp_path / "probe.jsonl"), model, TINY, loader(TINY))
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
@@ -255,8 +260,7 @@ def test_schedules_at_their_corners():
     lr = [t.lr_multiplier(step, s) for step in range(100)]
     assert lr[0] == lr[49] == 1.0 and lr[50] == lr[60] == 1.5
     assert math.isclose(lr[80], 1.5 * (0.1 + 0.9 * 0.5)) and math.isclose(lr[99], 0.18375)
-    s = dataclasses.replace(s, warmup_steps=10, momentum_warmup=10, momentum_cooldown=5)
-    assert math.isclose(t.lr_multiplier(4, s), 0.5)
+    s = dataclasses.replace(s, momentum_warmup=10, momentum_cooldown=5)
     momentum = [t.momentum_at(step, s) for step in range(100)]
     assert momentum[0] == momentum[99] == 0.85 and momentum[10] == momentum[94] == 0.95
     assert [t.stage_at(i, s).batch_tokens for i in (0, 49, 50, 74, 75, 99)] == [
@@ -271,7 +275,8 @@ def first_steps(rank: int, world_size: int, s: t.Settings, steps: int = 5, warm:
     model = t.build_model(s, CPU)
     optimizer = t.build_optimizer(model, s)
     if warm:
-        t.warm_up(model, model, optimizer, s, own)
+        with tempfile.TemporaryDirectory() as folder:
+            t.warm_up(t.Run(ranks, Path(folder) / "x.jsonl"), model, model, optimizer, s, own)
     batches, told = own.steps(sorted(ROOT.glob(s.train_files))), []
     for step in range(steps):
         total, count = t.train_step(model, optimizer, next(batches), step, s, ranks)
@@ -483,7 +488,7 @@ def test_a_nan_stops_the_run_before_the_step_and_marks_the_log_failed(tmp_path, 
         return train_step(forward, optimizer, batches, step, s, ranks)
 
     train_step = t.train_step
-    monkeypatch.setattr(t, "warm_up", lambda *_: {"name": "causality", "ok": True})
+    monkeypatch.setattr(t, "warm_up", lambda *_: None)
     monkeypatch.setattr(t, "train_step", poisoned)
     flags = [f"--{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in TINY_FLAGS]
     assert t.main(["--preset", "cpu", f"--log_dir={tmp_path}", "--run_id=nan", *flags]) == 1
