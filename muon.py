@@ -39,7 +39,7 @@ import heapq
 import itertools
 import math
 import types
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -66,22 +66,17 @@ COEFFICIENTS = {
     ),
     "newton_schulz": ((3.4445, -4.7750, 2.0315),),  # https://kellerjordan.github.io/posts/muon
     "quintic5": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
     ),
-}
+}  # fmt: skip
+Coefficients = str | Sequence[Sequence[float]]
 GRAM_RATIO = 1.5  # columns over rows from which the Gram form needs fewer FLOPs
 STRIP = 128  # rows of a strip of a symmetric product on a CPU; below two strips it does not pay
 
 
 def zeropower_via_newtonschulz5(
-    G: Tensor,
-    steps: int = 5,
-    coefficients: str | Sequence[Sequence[float]] = "polar_express",
-    dtype: torch.dtype | None = None,
+    G: Tensor, steps: int = 5, coefficients: Coefficients = "polar_express", dtype=None
 ) -> Tensor:
     """Nearly U V^T of each matrix U S V^T in G (..., rows, cols), in G's shape and dtype.
 
@@ -95,7 +90,7 @@ def zeropower_via_newtonschulz5(
     return X.reshape(G.shape).to(G.dtype)
 
 
-def _triples(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple:
+def _triples(coefficients: Coefficients, steps: int) -> tuple:
     table = COEFFICIENTS.get(coefficients) if isinstance(coefficients, str) else coefficients
     if not table or any(len(t) != 3 or not all(map(math.isfinite, t)) for t in table):
         raise ValueError(
@@ -181,16 +176,13 @@ def _symmetric_product(
 
 SHARD_ABOVE = 1 << 14  # elements: a smaller Adam parameter has one owner, not a part on every rank
 JOIN_BELOW = 1 << 16  # elements: on a CPU a larger matrix is not transposed to join a batch
-BATCH = {"cpu": 1 << 20}  # elements of one batch: it should stay in the cache; elsewhere 1 << 26
+BATCH = {"cpu": 1 << 20}  # elements of one batch, to stay in the cache; elsewhere 1 << 26
 ROUND = 1 << 23  # elements of one rank in one round of communication
 
-
-class Comm(NamedTuple):
-    """The ranks that hold a parameter, in the order of their process group."""
-
-    group: Any = None
-    size: int = 1
-    rank: int = 0
+# the ranks that hold a parameter, in the order of their process group
+Comm = namedtuple("Comm", "group size rank", defaults=(None, 1, 0))
+# a part of a piece: its index in the holder's stack of matrices, its index in the piece, its size
+Link = namedtuple("Link", "q held inside numel")
 
 
 class Piece(NamedTuple):
@@ -207,26 +199,14 @@ class Piece(NamedTuple):
     numel = property(lambda self: self.rows * self.cols)
     box = property(lambda self: ((self.i, self.i + 1), (self.start, self.stop), (0, self.cols)))
 
-
-class Link(NamedTuple):
-    """The part of a piece that some rank holds: its index in that rank's stack, in the piece."""
-
-    q: Piece
-    held: tuple
-    inside: tuple
-
-    numel = property(lambda self: math.prod(s.stop - s.start for s in self.inside))
-
-
-def _links(qs: list[Piece], slots: list[Slot], rank: int) -> list[Link]:
-    links = []
-    for q in qs:
-        (n0, n1), (r0, r1), (c0, c1) = slots[q.slot].box_of(rank)
-        a, b = max(q.start, r0), min(q.stop, r1)
-        if n0 <= q.i < n1 and a < b and c0 < c1:
-            inside = slice(a - q.start, b - q.start), slice(c0, c1)
-            links.append(Link(q, (q.i - n0, slice(a - r0, b - r0)), inside))
-    return links
+    def link(self, box: tuple) -> Link | None:
+        """What of the piece is in a box ((n0, n1), (r0, r1), (c0, c1)) of the stack, if anything."""
+        (n0, n1), (r0, r1), (c0, c1) = box
+        a, b = max(self.start, r0), min(self.stop, r1)
+        if not n0 <= self.i < n1 or a >= b or c0 >= c1:
+            return None
+        inside = slice(a - self.start, b - self.start), slice(c0, c1)
+        return Link(self, (self.i - n0, slice(a - r0, b - r0)), inside, (b - a) * (c1 - c0))
 
 
 class Slot:
@@ -236,49 +216,44 @@ class Slot:
         self.index, self.name, self.p, self.group = index, name, p, group
         self.muon, self.low = group["use_muon"], p.dtype in (torch.bfloat16, torch.float16)
         self.shape, self.home, self.boxes, self.copies = _layout(p, name, world, tp_group)
-        self.dims = _stack(self.shape)
-        self.sharded = self.boxes is not None
-        if not self.muon and not self.sharded:
-            self.dims = (1, self.dims[0] * self.dims[1], self.dims[2])
-        self.box = self.box_of(self.home.rank)
-        # of several copies of a shard the first speaks for all; in the norm it counts once
+        self.dims, self.sharded = _stack(self.shape), self.boxes is not None
+        if not self.sharded:  # every rank has all of it
+            if not self.muon:
+                self.dims = (1, self.dims[0] * self.dims[1], self.dims[2])
+            self.boxes = [tuple((0, d) for d in self.dims)] * world.size
+        self.box = self.boxes[self.home.rank]
+        # of several copies of a shard the first speaks for all; in the norm a gradient counts once
         self.first = not (self.sharded and any(self.copies[self.home.rank]))
         self.share = self.home.size / world.size * (self.muon or self.first)
         # Adam works element by element, so it updates a shard where it lies
         self.comm = Comm() if self.sharded and not self.muon else self.home
-        self.pieces = [q for q in (self._matrices() if self.muon else self._rows()) if q.numel]
+        self.pieces = self._matrices() if self.muon else self._rows()
         # a piece that is all of the local tensor is that tensor, without a view
         self.whole = len(self.pieces) == 1 and (not self.muon or (p.ndim == 2 and not self.sharded))
 
     def _matrices(self) -> list[Piece]:
-        n, R, C = self.dims
-        split, heads, steps = (self.group[key] for key in ("split", "heads", "ns_steps"))
+        (n, R, C), steps = self.dims, self.group["ns_steps"]
+        split, heads = self.group["split"], self.group["heads"]
         rows = list(split) if split else [R // heads] * heads if heads else [R]
         if sum(rows) != R or min(rows) < 0:
             rule = f"split={split}" if split else f"heads={heads}"
             raise ValueError(f"{rule} does not divide the {R} rows of parameter {self.name}")
-        cuts = list(zip(rows, itertools.accumulate(rows), strict=True))
-        cost = {r: newton_schulz_flops(r, C, steps) for r in rows}
-        return [Piece(self.index, i, e - r, e, C, cost[r]) for i in range(n) for r, e in cuts]
+        cuts = [(i, e, r) for i in range(n) for e, r in zip(itertools.accumulate(rows), rows)]
+        pieces = [Piece(self.index, i, e - r, e, C, flops(r, C, steps)) for i, e, r in cuts]
+        return [q for q in pieces if q.numel]
 
     def _rows(self) -> list[Piece]:
-        (_, R, C), numel = self.dims, math.prod(b - a for a, b in self.box)
+        R, C = self.dims[1:]
         if self.sharded:
-            return [Piece(self.index, 0, 0, numel, 1, numel)]
-        block = max(1, -(-R // self.comm.size) if numel >= SHARD_ABOVE else R)
-        cuts = [(a, min(a + block, R)) for a in range(0, R, block)]
+            R, C = math.prod(b - a for a, b in self.box), 1
+            return [Piece(self.index, 0, 0, R, 1, R)]
+        block = max(1, -(-R // self.comm.size) if R * C >= SHARD_ABOVE else R)
+        cuts = [(a, min(a + block, R)) for a in range(0, R * C and R, block)]
         return [Piece(self.index, 0, a, b, C, (b - a) * C) for a, b in cuts]
-
-    def box_of(self, rank: int) -> tuple:
-        return self.boxes[rank] if self.sharded else tuple((0, d) for d in self.dims)
 
     def view(self, t: Tensor) -> Tensor:
         """A local tensor, parameter or gradient, as the stack that links index."""
         return t if self.whole else t.reshape([b - a for a, b in self.box])
-
-    def part(self, t: Tensor, held: tuple) -> Tensor:
-        """A part of view(t)."""
-        return t if self.whole else t[held]
 
 
 def _local(t: Tensor) -> Tensor:
@@ -286,9 +261,9 @@ def _local(t: Tensor) -> Tensor:
 
 
 def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
-    """(the whole shape, comm, for each of its ranks the box that it holds, and of which copy).
+    """(whole shape, comm, the box that each of its ranks holds, of which copy that is).
 
-    The last two are None for a plain parameter: every rank of `world` holds all of it.
+    The last two are None for a plain parameter: every rank of `world` has all of it.
     """
     shape, dim = list(p.shape), getattr(p, "partition_dim", None)
     tp_group = getattr(p, "tp_group", tp_group)
@@ -298,14 +273,17 @@ def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
         mesh, dims_of = p.device_mesh, [getattr(x, "dim", None) for x in p.placements]
         # FSDP over tensor parallel on one dimension: the inner mesh dimension cuts first
         order = sorted(range(mesh.ndim), key=lambda k: hasattr(p.placements[k], "split_factor"))
-        grid, ranks, group = tuple(mesh.shape), mesh.mesh.flatten().tolist(), _mesh_group(mesh)
+        grid, ranks, world_mesh = mesh.shape, mesh.mesh.flatten().tolist(), dist.get_world_size()
+        if mesh.ndim > 1 and mesh.size() != world_mesh:
+            mesh = mesh._flatten()
+        group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     elif tp_group is not None and dim is not None and dim >= 0:
         grid, dims_of, order, group = (dist.get_world_size(tp_group),), [dim], [0], tp_group
         ranks = dist.get_process_group_ranks(group)
         shape[dim] *= grid[0]
     else:
         return shape, world, None, None
-    boxes, copies = [None] * len(ranks), [None] * len(ranks)
+    boxes, copies, inner = [None] * len(ranks), [None] * len(ranks), math.prod(shape[2:])
     for rank, at in zip(ranks, itertools.product(*map(range, grid)), strict=True):
         box = [(0, d) for d in shape]
         for k in order:
@@ -313,10 +291,9 @@ def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
                 a, b = box[d]
                 step = -(-(b - a) // grid[k])  # as torch.chunk: the last shards may be empty
                 box[d] = min(a + step * at[k], b), min(a + step * (at[k] + 1), b)
-        if any(box[d] != (0, shape[d]) for d in range(2, len(shape) if len(shape) > 3 else 0)):
+        if len(shape) > 3 and any(box[d] != (0, shape[d]) for d in range(2, len(shape))):
             raise ValueError(f"parameter {name} of shape {shape} is sharded inside its kernels")
-        rank, inner = dist.get_group_rank(group, rank), math.prod(shape[2:])
-        rows, (a, b) = (*box, (0, 1), (0, 1))[:2]
+        rank, (rows, (a, b)) = dist.get_group_rank(group, rank), (*box, (0, 1), (0, 1))[:2]
         boxes[rank] = tuple(box) if len(box) == 3 else ((0, 1), rows, (a * inner, b * inner))
         copies[rank] = [x for x, d in zip(at, dims_of, strict=True) if d is None]
     comm = Comm(group, len(ranks), dist.get_rank(group))
@@ -325,25 +302,15 @@ def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
     return shape, comm, boxes, copies
 
 
-def _mesh_group(mesh: Any) -> Any:
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
-
-
 def _stack(shape: Sequence[int]) -> tuple[int, int, int]:
     n, rows, *cols = shape if len(shape) == 3 else (1, *shape) if len(shape) else (1, 1)
     return n, rows, math.prod(cols)
 
 
-def newton_schulz_flops(rows: int, cols: int, steps: int = 5, gram: bool = False) -> float:
-    """FLOPs of one orthogonalization, with full products."""
+def flops(rows: int, cols: int, steps: int = 5) -> float:
+    """FLOPs of the standard iteration, which decide about owners (the Gram form's go alike)."""
     m, n = sorted((rows, cols))
-    if not gram:
-        return steps * (4.0 * m * m * n + 2 * m**3)
-    starts = 1 + sum(t % 3 == 2 for t in range(1, steps))
-    updates = sum(t % 3 != 1 for t in range(steps - 1))
-    return 4.0 * starts * m * m * n + 2 * m**3 * (2 * steps - starts + 2 * updates)
+    return steps * (4.0 * m * m * n + 2.0 * m**3)
 
 
 def assign(costs: Sequence[float], world_size: int) -> list[int]:
@@ -355,21 +322,19 @@ def assign(costs: Sequence[float], world_size: int) -> list[int]:
     return owners
 
 
-def plan(shapes: Sequence[tuple[int, int]], world_size: int, owners: Sequence[int] | None = None):
+def plan(shapes: Sequence[tuple[int, int]], world_size: int, owners: list[int] | None = None):
     """What each rank does for matrices of these shapes, at any world size and without a group.
 
-    A dict: `owners`; `flops` per rank; `balance`, the busiest rank's over the mean; `owned`, the
-    elements of the fullest rank, four bytes of momentum each; `sent`, the elements that a rank
-    sends to reduce the gradients, and again to gather the weights. `owners`: other than assign's.
+    A dict of `owners` (assign's, or those given), and by rank `flops` of the orthogonalization,
+    `owned` elements (4 bytes of momentum each) and `sent` elements per step and direction.
     """
-    costs = [newton_schulz_flops(r, c) for r, c in shapes]
-    owners = assign(costs, world_size) if owners is None else owners
+    owners = owners or assign([flops(r, c) for r, c in shapes], world_size)
     load, owned = [0.0] * world_size, [0] * world_size
-    for (r, c), cost, rank in zip(shapes, costs, owners, strict=True):
-        load[rank] += cost
+    for (r, c), rank in zip(shapes, owners, strict=True):
+        load[rank] += flops(r, c)
         owned[rank] += r * c
-    balance, sent = max(load) * world_size / sum(load), (world_size - 1) * max(owned)
-    return {"owners": owners, "flops": load, "balance": balance, "owned": max(owned), "sent": sent}
+    sent = [(world_size - 1) * n for n in owned]
+    return {"owners": owners, "flops": load, "owned": owned, "sent": sent}
 
 
 def _share_out(slots: list[Slot]) -> dict[tuple, dict[int, list[Piece]]]:
@@ -395,42 +360,33 @@ def _share_out(slots: list[Slot]) -> dict[tuple, dict[int, list[Piece]]]:
     return rounds
 
 
-# ---------------------------------------------------------------------------------- the transport
-
-
-def _named(*names: str) -> Callable | None:
-    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
-
-
-# torch 2.13 renames these two
-_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
-_all_gather = _named("all_gather_single", "all_gather_into_tensor")
-
-
 class Round:
     """Pieces whose gradients travel to their owners together, and the results back.
 
-    Of plain parameters gradients are reduce-scattered (or averages already) and new weights
-    all-gathered, in flat parts of equal length; of shards gradients go to the owners and updates
-    come back by all-to-all. No collective depends on which gradients there are.
+    Both ways by all-to-all: a rank's gradients, or its boxes of them, to the owners, which add
+    them up in the order of the ranks; then to each rank the new weights, or if it holds but a
+    shard, the updates. Never does it matter to a collective which gradients there are.
     """
 
-    def __init__(self, opt: Muon, comm: Comm, sharded: bool, owned: list[list[Piece]]) -> None:
-        self.opt, self.comm, self.sharded, self.owned = opt, comm, sharded, owned
-        self.mine, self.slots, ranks = owned[comm.rank], opt._slots, range(comm.size)
-        self.first = self.slots[next(q.slot for qs in owned for q in qs)]
-        self.muon, self.device = self.first.muon, _local(self.first.p).device
-        self.reduces = comm.size > 1 and (sharded or opt.reduce_grads)
+    def __init__(self, opt: Muon, comm: Comm, owned: list[list[Piece]]) -> None:
+        self.opt, self.comm, self.mine, self.slots = opt, comm, owned[comm.rank], opt._slots
+        s = self.slots[next(q.slot for qs in owned for q in qs)]
+        self.muon, self.share, self.group, self.dtype = s.muon, s.share, s.group, s.p.dtype
+        self.device, self.sharded = _local(s.p).device, s.sharded and comm.size > 1
+        self.reduces = comm.size > 1 and (self.sharded or opt.reduce_grads)
+        ranks, box = range(comm.size), lambda q, rank: self.slots[q.slot].boxes[rank]
+        link = lambda qs, rank: [x for q in qs if (x := q.link(box(q, rank)))]
         # what this rank holds of each owner's pieces, and what each rank holds of its own
-        self.held = [_links(qs, self.slots, comm.rank) for qs in owned]
-        self.asked = [_links(self.mine, self.slots, r) for r in ranks] if sharded else []
-        # an owner takes the gradient from its own copy of the parameter
-        copy = lambda x, r: self.slots[x.q.slot].copies[r]  # noqa: E731
-        same = lambda xs, r: [x for x in xs if copy(x, r) == copy(x, comm.rank)]  # noqa: E731
-        self.up = [same(xs, r) if sharded else xs for r, xs in enumerate(self.held)]
-        self.down = [same(xs, r) for r, xs in enumerate(self.asked)]
-        self.sizes = [[q.numel for q in qs] for qs in owned]
-        self.length = max(map(sum, self.sizes))
+        self.held = [link(owned[r], comm.rank) for r in ranks] if comm.size > 1 else []
+        self.asked = [link(self.mine, r) for r in ranks] if comm.size > 1 else []
+        self.up, self.down = self.held, self.asked
+        if self.sharded:  # an owner takes the gradient from its own copy of the parameter
+            copy = lambda x, r: self.slots[x.q.slot].copies[r]
+            same = lambda xs, r: [x for x in xs if copy(x, r) == copy(x, comm.rank)]
+            self.up, self.down = ([same(xs[r], r) for r in ranks] for xs in (self.held, self.asked))
+        elif comm.size > 1:  # an owner has its own new weights
+            self.held, self.asked = list(self.held), list(self.asked)
+            self.held[comm.rank] = self.asked[comm.rank] = []
         self.updates: dict[Piece, Tensor] = {}
         self.batches = defaultdict(list)  # of matrices of one shape and group: indices into mine
         for k, q in enumerate(self.mine if self.muon else ()):
@@ -438,119 +394,88 @@ class Round:
             shape = sorted((q.rows, q.cols)) if join else (q.rows, q.cols)
             self.batches[id(self.slots[q.slot].group), *shape].append(k)
 
-    def part(self, tensors: list[Tensor], x: Link) -> Tensor:
-        return self.slots[x.q.slot].part(tensors[x.q.slot], x.held)
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros((), dtype=self.first.p.dtype, device=self.device).expand(shape)
-
     def due(self) -> bool:
-        group = self.first.group
-        return self.muon or (group["calls"] + 1) % group["every"] == 0
+        return self.muon or (self.group["calls"] + 1) % self.group["every"] == 0
+
+    def cut(self, tensors: list[Tensor], q: Piece, held: tuple | None = None) -> Tensor:
+        """A part of a parameter or gradient among the local ones; by default all of a piece."""
+        t, held = tensors[q.slot], held or (q.i, slice(q.start, q.stop))
+        return t if t is None or self.slots[q.slot].whole else t[held]
 
     def start(self, grads: list[Tensor | None]) -> None:
         """Begin to bring the gradients to the owners."""
         self.grads = grads
-        if not self.reduces:
-            return
-        parts = [
-            [self.zeros(x.numel) if grads[x.q.slot] is None else self.part(grads, x) for x in xs]
-            for xs in self.up
-        ]
-        if self.sharded:
-            return self.exchange(parts, self.down)
-        for part, sizes in zip(parts, self.sizes, strict=True):
-            part.append(self.zeros(self.length - sum(sizes)))
-        if self.opt.deterministic:
-            self.post(dist.all_to_all_single, parts, self.length * self.comm.size)
-        else:
-            self.post(_reduce_scatter, parts, self.length, dist.ReduceOp.AVG)
+        if self.reduces:
+            parts = [[self.cut(grads, x.q, x.held) for x in xs] for xs in self.up]
+            self.exchange(parts, self.up, self.down, self.dtype)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradient of each piece of `mine`, None where the owner has none."""
         grads, self.grads = self.grads, None
         if not self.reduces:
-            own = self.held[self.comm.rank]
-            return [None if grads[x.q.slot] is None else self.part(grads, x) for x in own]
-        if self.sharded:
-            whole = {q: self.zeros(q.rows, q.cols).contiguous() for q in self.mine}
-            for x, part in self.arrived(self.down):
-                whole[x.q][x.inside] = part.view_as(whole[x.q][x.inside])
-            return list(whole.values())
-        total = self.wait()
-        if self.opt.deterministic:  # a sum in the order of the ranks, whoever owns the piece
-            total = functools.reduce(torch.add, total.view(self.comm.size, -1)) / self.comm.size
-        parts = total[: sum(self.sizes[self.comm.rank])].split(self.sizes[self.comm.rank])
-        return [part.view(q.rows, q.cols) for q, part in zip(self.mine, parts, strict=True)]
+            return [self.cut(grads, q) for q in self.mine]
+        if not self.sharded:
+            total = self.wait().view(self.comm.size, -1).sum(0, dtype=torch.float32)
+            parts = total.div_(self.comm.size).split([q.numel for q in self.mine])
+            return [t.view(q.rows, q.cols) for q, t in zip(self.mine, parts, strict=True)]
+        new = functools.partial(torch.empty, dtype=self.dtype, device=self.device)
+        whole = {q: new(q.rows, q.cols) for q in self.mine}
+        for x, part in self.arrived(self.down):
+            whole[x.q][x.inside] = part.view_as(whole[x.q][x.inside])
+        return list(whole.values())
 
-    def give(self, qs: list[Piece], updates: list[Tensor]) -> None:
+    def give(self, qs: Sequence[Piece], updates: list[Tensor]) -> None:
         """Take the Muon updates of some pieces of `mine`."""
         if self.sharded:
             self.updates.update(zip(qs, updates, strict=True))
         else:
-            self.opt._apply(qs, self.weights(qs), updates)
-
-    def weights(self, qs: list[Piece]) -> list[Tensor]:
-        """The pieces of the parameters, where this rank has all of them."""
-        at = [(q.i, slice(q.start, q.stop)) for q in qs]
-        pairs = zip(qs, at, strict=True)
-        return [self.slots[q.slot].part(self.opt._weights[q.slot], a) for q, a in pairs]
+            self.opt._apply(qs, [self.cut(self.opt._weights, q) for q in qs], updates)
 
     def publish(self) -> None:
-        """Begin to bring the owners' results to all ranks."""
-        if self.comm.size == 1:
-            return
-        if self.sharded:
-            dtype = self.opt.compute_dtype or _compute_dtype(self.device)
-            zero, new = torch.zeros((), dtype=dtype, device=self.device), self.updates
-            parts = [
-                [new[x.q][x.inside] if x.q in new else zero.expand(x.numel) for x in xs]
-                for xs in self.asked
-            ]
-            return self.exchange(parts, self.held, dtype)
-        padding = self.zeros(self.length - sum(self.sizes[self.comm.rank]))
-        parts = [[*self.weights(self.mine), padding]]
-        self.post(_all_gather, parts, self.length * self.comm.size)
+        """Begin to bring the owners' results to the other ranks."""
+        if self.comm.size > 1:
+            new, dtype = self.updates, self.opt.compute_dtype or _compute_dtype(self.device)
+            source = lambda x: self.cut(self.opt._weights, x.q)
+            if self.sharded:
+                source = lambda x: new[x.q][x.inside] if x.q in new else None
+            parts = [[source(x) for x in xs] for xs in self.asked]
+            self.exchange(parts, self.asked, self.held, dtype if self.sharded else self.dtype)
 
     def finish(self, present: list[float]) -> None:
-        """Write what came; on a shard, where some rank had a gradient."""
-        if self.comm.size == 1:
-            return
-        weights, self.updates = self.opt._weights, {}
-        if self.sharded:
-            for x, part in self.arrived(self.held):
-                if present[x.q.slot]:
-                    view = self.part(weights, x)
-                    self.opt._apply([x.q], [view], [part.view_as(view)])
-            return
-        for rank, flat in enumerate(self.wait().view(self.comm.size, -1)):
-            if rank != self.comm.rank and self.owned[rank]:
-                views = self.weights(self.owned[rank])
-                parts = flat[: sum(self.sizes[rank])].split(self.sizes[rank])
-                new = [part.view_as(view) for part, view in zip(parts, views, strict=True)]
-                torch._foreach_copy_(views, new)
+        """Write what came: weights, or where some rank had a gradient, updates."""
+        self.updates = {}
+        pairs = list(self.arrived(self.held)) if self.comm.size > 1 else []
+        views = [self.cut(self.opt._weights, x.q, x.held) for x, _ in pairs]
+        new = [t.view_as(view) for (_, t), view in zip(pairs, views, strict=True)]
+        if not self.sharded and new:
+            torch._foreach_copy_(views, new)
+        for (x, _), view, t in zip(pairs, views, new, strict=True) if self.sharded else ():
+            if present[x.q.slot]:
+                self.opt._apply([x.q], [view], [t])
 
-    def exchange(self, parts: list[list[Tensor]], links: list[list[Link]], dtype=None) -> None:
-        """parts[r] goes to rank r; links[r] says what comes from there."""
-        gets = [sum(x.numel for x in xs) for xs in links]
-        gives = [sum(t.numel() for t in ts) for ts in parts]
-        parts.append([self.zeros(0).to(dtype or self.first.p.dtype)])
-        self.post(dist.all_to_all_single, parts, sum(gets), gets, gives)
-
-    def arrived(self, links: list[list[Link]]) -> Iterator[tuple[Link, Tensor]]:
-        links, flat = list(itertools.chain(*links)), self.wait()
-        return zip(links, flat.split([x.numel for x in links]) if links else (), strict=True)
-
-    def post(self, collective: Callable, parts: list[list[Tensor]], numel: int, *args) -> None:
-        """Start a collective between flat buffers; both live until wait()."""
-        self.send = torch.cat([t.reshape(-1) for ts in parts for t in ts])
-        self.recv = self.send.new_empty(numel)
-        self.work = collective(self.recv, self.send, *args, group=self.comm.group, async_op=True)
+    def exchange(self, parts: list, links: list, back: list, dtype: torch.dtype) -> None:
+        """parts[r], or zeros of links' sizes for None, to rank r; back[r] is what comes from it."""
+        zero = torch.zeros((), dtype=dtype, device=self.device)
+        flat = [
+            zero.expand(x.numel) if t is None else t.reshape(-1).to(dtype)
+            for ts, xs in zip(parts, links, strict=True)
+            for t, x in zip(ts, xs, strict=True)
+        ]
+        gives, gets = ([sum(x.numel for x in xs) for xs in ends] for ends in (links, back))
+        self.send = torch.cat([zero.expand(0), *flat])  # both buffers live until wait()
+        self.recv = self.send.new_empty(sum(gets))
+        self.work = dist.all_to_all_single(
+            self.recv, self.send, gets, gives, group=self.comm.group, async_op=True
+        )
 
     def wait(self) -> Tensor:
         self.work.wait()
         recv, self.send, self.recv, self.work = self.recv, None, None, None
         return recv
+
+    def arrived(self, back: list[list[Link]]) -> Iterator[tuple[Link, Tensor]]:
+        links, flat = list(itertools.chain(*back)), self.wait()
+        return zip(links, flat.split([x.numel for x in links]) if links else (), strict=True)
 
 
 # ---------------------------------------------------------------------------------- the optimizer
@@ -668,9 +593,9 @@ class Muon(torch.optim.Optimizer):
         _agree_on(self._world, [f"{s.name} {s.dims} {s.p.dtype} {s.muon}" for s in self._slots])
         self._rounds, self._parts, mine = [], {}, set()
         self._values_agree = self._world.size == 1 or all(s.sharded for s in self._slots)
-        for (comm, _, sharded, *_), owned in _share_out(self._slots).items():
+        for (comm, *_), owned in _share_out(self._slots).items():
             owned = [owned.get(rank, []) for rank in range(comm.size)]
-            self._rounds.append(Round(self, comm, sharded and comm.size > 1, owned))
+            self._rounds.append(Round(self, comm, owned))
             mine.update(self._rounds[-1].mine)
         for s in self._slots:
             self._make_state(s, mine)
@@ -698,12 +623,12 @@ class Muon(torch.optim.Optimizer):
                 one = {"box": ((0, 1),) * 3, "shape": (), "counts": k == 0 and not (s.sharded and s.home.rank)}
                 own["step"] = keep("step", (1, 1, 1), torch.float32, **one)
             if s.low and not (s.muon and s.sharded):
-                value = s.part(values, (q.i, slice(q.start, q.stop))) if here else None
+                value = (values if s.whole else values[q.i, q.start : q.stop]) if here else None
                 own["master"] = keep("master", s.dims, wide, value=value, counts=s.first)
         if s.low and s.muon and s.sharded:  # each holder has the master of its shard
             shape = [b - a for a, b in s.box]
             master = self._keep(s, "master", s.dims, wide, s.box, shape, True, values, s.first)
-            for x in _links(s.pieces, self._slots, s.home.rank):
+            for x in filter(None, (q.link(s.box) for q in s.pieces)):
                 self._own[x.q]["master"] = master[x.held]
 
     def _keep(self, s, name, dims, dtype, box, shape, here, value=None, counts=True):
@@ -852,7 +777,7 @@ class Muon(torch.optim.Optimizer):
         for r, gs in zip(self._rounds, received, strict=True):
             if gs := [g for g in gs if g is not None]:
                 norms = torch.stack(torch._foreach_norm(gs, dtype=wide))
-                stats[0] += r.first.share * norms.square().sum().to(device)
+                stats[0] += r.share * norms.square().sum().to(device)
         if self._world.size > 1:
             dist.all_reduce(stats, group=self._world.group)
         total, *present = stats.tolist()
@@ -960,7 +885,7 @@ class Muon(torch.optim.Optimizer):
 
     def _adam(self, r: Round, grads: list[Tensor | None]) -> None:
         todo = defaultdict(list)
-        for q, w, g in zip(r.mine, r.weights(r.mine), grads, strict=True):
+        for q, w, g in zip(r.mine, [r.cut(self._weights, q) for q in r.mine], grads, strict=True):
             own, group = self._own[q], self._slots[q.slot].group
             if group["every"] > 1 and g is not None:
                 own["grad_sum"].add_(g.view_as(w))
