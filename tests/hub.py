@@ -1,5 +1,6 @@
 """A stand-in for the Hugging Face hub on 127.0.0.1, with the faults that real networks have."""
 
+import functools
 import hashlib
 import json
 import re
@@ -9,6 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
 
 REPO, COMMIT = "someone/small-gpt2", "c0ffee" * 6 + "cafe"
+
+
+@functools.cache
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 class Hub:
@@ -65,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         data = self.hub.files.get(name)
         if data is None:
             return self.send(404, b"", **{"X-Error-Code": "EntryNotFound"})
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = sha256_of(data)
         if "/resolve/" in path:
             return self.send(302, b"", Location=f"{self.hub.store}/{name}", **{
                 "X-Repo-Commit": COMMIT, "X-Linked-Etag": f'"{sha256}"',
@@ -81,8 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         """The answer of /api/datasets/REPO/revision/REVISION?blobs=true."""
         return {"id": REPO, "sha": COMMIT, "siblings": [
             {"rfilename": name, "size": len(data), "blobId": "0" * 40, "lfs": {
-                "sha256": hashlib.sha256(data).hexdigest(), "size": len(data),
-                "pointerSize": 134}}
+                "sha256": sha256_of(data), "size": len(data), "pointerSize": 134}}
             for name, data in self.hub.files.items()]}
 
     def send(self, status: int, body: bytes, kind: str = "application/octet-stream",
