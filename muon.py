@@ -111,9 +111,9 @@ def _orthogonalize(G: Tensor, triples: tuple, dtype: torch.dtype) -> Tensor:
     X = (G.mT if tall else G).float()
     # the largest entry first: squares of 1e30 or 1e-30 are beyond fp32
     top = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
-    X = X / top.masked_fill(top == 0, 1)
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    X = X.div_(norm.masked_fill(norm == 0, 1).mul_(1.02)).to(dtype)
+    X = X / top.clamp_(min=1e-45)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # at least 1, or 0
+    X = X.div_(norm.clamp_(min=1).mul_(1.02)).to(dtype)
     # in bf16 the Gram form loses the small singular values and blows up others
     gram = dtype != torch.bfloat16 and X.size(-1) >= GRAM_RATIO * X.size(-2)
     X = _gram_newton_schulz(X, triples) if gram else _newton_schulz(X, triples)
@@ -159,16 +159,15 @@ def _symmetric_product(
 
     On a CPU a strip of rows is computed from the diagonal on and mirrored: near half the FLOPs.
     """
-    m = A.size(-2)
-    if A.device.type != "cpu" or m < 2 * STRIP:
+    m, strip = A.size(-2), STRIP if A.dtype == torch.float32 else 2 * STRIP
+    if m < 2 * strip or A.device.type != "cpu":
         return A @ B if C is None else torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
     out = A.new_zeros(A.size(0), m, m) if C is None else A.new_empty(A.size(0), m, m)
-    for i in range(0, m, STRIP):
-        j = min(i + STRIP, m)
-        strip = out[:, i:j, i:]
-        start = strip if C is None else C[:, i:j, i:]
-        torch.baddbmm(start, A[:, i:j], B[:, :, i:], beta=beta, alpha=alpha, out=strip)
-        out[:, j:, i:j] = strip[:, :, j - i :].mT
+    for i in range(0, m, strip):
+        j, to = min(i + strip, m), out[:, i : i + strip, i:]
+        start = to if C is None else C[:, i:j, i:]
+        torch.baddbmm(start, A[:, i:j], B[:, :, i:], beta=beta, alpha=alpha, out=to)
+        out[:, j:, i:j] = to[:, :, j - i :].mT
     return out
 
 
@@ -212,11 +211,18 @@ class Piece(NamedTuple):
 class Slot:
     """One parameter: how it lies on the ranks, and the pieces that it is cut into."""
 
-    def __init__(self, index: int, name: str, p: Tensor, group: dict, world: Comm, tp_group: Any):
+    def __init__(self, index: int, name: str, p: Tensor, group: dict, world: Comm, tp_group):
         self.index, self.name, self.p, self.group = index, name, p, group
         self.muon, self.low = group["use_muon"], p.dtype in (torch.bfloat16, torch.float16)
+        if not p.is_floating_point() or p.layout != torch.strided:
+            raise ValueError(f"parameter {name} is {p.dtype}, {p.layout}: need real and dense")
+        if self.muon and p.ndim < 2:
+            raise ValueError(f"parameter {name} is {p.ndim}-D: give it use_muon=False")
+        if sum(p is x for x in group["params"]) > 1:
+            raise ValueError(f"parameter {name} is in its group twice")
         self.shape, self.home, self.boxes, self.copies = _layout(p, name, world, tp_group)
         self.dims, self.sharded = _stack(self.shape), self.boxes is not None
+        self.dtensor, self.device = isinstance(p, DTensor), p.device
         if not self.sharded:  # every rank has all of it
             if not self.muon:
                 self.dims = (1, self.dims[0] * self.dims[1], self.dims[2])
@@ -238,7 +244,8 @@ class Slot:
         if sum(rows) != R or min(rows) < 0:
             rule = f"split={split}" if split else f"heads={heads}"
             raise ValueError(f"{rule} does not divide the {R} rows of parameter {self.name}")
-        cuts = [(i, e, r) for i in range(n) for e, r in zip(itertools.accumulate(rows), rows)]
+        ends = list(zip(itertools.accumulate(rows), rows, strict=True))
+        cuts = [(i, e, r) for i in range(n) for e, r in ends]
         pieces = [Piece(self.index, i, e - r, e, C, flops(r, C, steps)) for i, e, r in cuts]
         return [q for q in pieces if q.numel]
 
@@ -251,13 +258,13 @@ class Slot:
         cuts = [(a, min(a + block, R)) for a in range(0, R * C and R, block)]
         return [Piece(self.index, 0, a, b, C, (b - a) * C) for a, b in cuts]
 
+    def local(self, t: Tensor) -> Tensor:
+        """This rank's tensor of the parameter or its gradient."""
+        return t.to_local() if self.dtensor else t
+
     def view(self, t: Tensor) -> Tensor:
-        """A local tensor, parameter or gradient, as the stack that links index."""
-        return t if self.whole else t.reshape([b - a for a, b in self.box])
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
+        """local(t) as the stack that links index."""
+        return self.local(t) if self.whole else self.local(t).reshape([b - a for a, b in self.box])
 
 
 def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
@@ -297,7 +304,8 @@ def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
         boxes[rank] = tuple(box) if len(box) == 3 else ((0, 1), rows, (a * inner, b * inner))
         copies[rank] = [x for x, d in zip(at, dims_of, strict=True) if d is None]
     comm = Comm(group, len(ranks), dist.get_rank(group))
-    if math.prod(b - a for a, b in boxes[comm.rank]) != _local(p).numel():
+    here = p.to_local() if isinstance(p, DTensor) else p
+    if math.prod(b - a for a, b in boxes[comm.rank]) != here.numel():
         raise ValueError(f"parameter {name} of shape {shape} is sharded in an unknown way")
     return shape, comm, boxes, copies
 
@@ -353,7 +361,7 @@ def _share_out(slots: list[Slot]) -> dict[tuple, dict[int, list[Piece]]]:
             if not muon and len(s.pieces) > 1:
                 owner = s.pieces.index(q)  # block k of a table is rank k's
             every = () if muon else (s.group["every"], s.group["calls"] % s.group["every"])
-            key = comm, muon, s.sharded, s.share, s.p.dtype, _local(s.p).device, every
+            key = comm, muon, s.sharded, s.share, s.p.dtype, s.device, every
             part = filled[key, owner] // ROUND
             filled[key, owner] += q.numel
             rounds.setdefault((*key, part), {}).setdefault(owner, []).append(q)
@@ -372,20 +380,16 @@ class Round:
         self.opt, self.comm, self.mine, self.slots = opt, comm, owned[comm.rank], opt._slots
         s = self.slots[next(q.slot for qs in owned for q in qs)]
         self.muon, self.share, self.group, self.dtype = s.muon, s.share, s.group, s.p.dtype
-        self.device, self.sharded = _local(s.p).device, s.sharded and comm.size > 1
+        self.device, self.sharded = s.device, s.sharded and comm.size > 1
         self.reduces = comm.size > 1 and (self.sharded or opt.reduce_grads)
-        ranks, box = range(comm.size), lambda q, rank: self.slots[q.slot].boxes[rank]
-        link = lambda qs, rank: [x for q in qs if (x := q.link(box(q, rank)))]
         # what this rank holds of each owner's pieces, and what each rank holds of its own
-        self.held = [link(owned[r], comm.rank) for r in ranks] if comm.size > 1 else []
-        self.asked = [link(self.mine, r) for r in ranks] if comm.size > 1 else []
-        self.up, self.down = self.held, self.asked
-        if self.sharded:  # an owner takes the gradient from its own copy of the parameter
-            copy = lambda x, r: self.slots[x.q.slot].copies[r]
-            same = lambda xs, r: [x for x in xs if copy(x, r) == copy(x, comm.rank)]
-            self.up, self.down = ([same(xs[r], r) for r in ranks] for xs in (self.held, self.asked))
-        elif comm.size > 1:  # an owner has its own new weights
-            self.held, self.asked = list(self.held), list(self.asked)
+        ranks = range(comm.size if comm.size > 1 else 0)
+        self.held = [self.links(owned[r], comm.rank) for r in ranks]
+        self.asked = [self.links(self.mine, r) for r in ranks]
+        # an owner of shards takes the gradient from its own copy of the parameter
+        self.up = [[x for x in self.held[r] if self.same(x, r)] for r in ranks]
+        self.down = [[x for x in self.asked[r] if self.same(x, r)] for r in ranks]
+        if ranks and not self.sharded:  # an owner has its own new weights
             self.held[comm.rank] = self.asked[comm.rank] = []
         self.updates: dict[Piece, Tensor] = {}
         self.batches = defaultdict(list)  # of matrices of one shape and group: indices into mine
@@ -393,6 +397,13 @@ class Round:
             join = self.device.type != "cpu" or q.numel <= JOIN_BELOW
             shape = sorted((q.rows, q.cols)) if join else (q.rows, q.cols)
             self.batches[id(self.slots[q.slot].group), *shape].append(k)
+
+    def links(self, qs: list[Piece], rank: int) -> list[Link]:
+        return [x for q in qs if (x := q.link(self.slots[q.slot].boxes[rank]))]
+
+    def same(self, x: Link, rank: int) -> bool:
+        copies = self.slots[x.q.slot].copies
+        return not self.sharded or copies[rank] == copies[self.comm.rank]
 
     def due(self) -> bool:
         return self.muon or (self.group["calls"] + 1) % self.group["every"] == 0
@@ -434,12 +445,14 @@ class Round:
     def publish(self) -> None:
         """Begin to bring the owners' results to the other ranks."""
         if self.comm.size > 1:
-            new, dtype = self.updates, self.opt.compute_dtype or _compute_dtype(self.device)
-            source = lambda x: self.cut(self.opt._weights, x.q)
-            if self.sharded:
-                source = lambda x: new[x.q][x.inside] if x.q in new else None
-            parts = [[source(x) for x in xs] for xs in self.asked]
+            dtype = self.opt.compute_dtype or _compute_dtype(self.device)
+            parts = [[self.result(x) for x in xs] for xs in self.asked]
             self.exchange(parts, self.asked, self.held, dtype if self.sharded else self.dtype)
+
+    def result(self, x: Link) -> Tensor | None:
+        if not self.sharded:
+            return self.cut(self.opt._weights, x.q)
+        return self.updates[x.q][x.inside] if x.q in self.updates else None
 
     def finish(self, present: list[float]) -> None:
         """Write what came: weights, or where some rank had a gradient, updates."""
@@ -480,12 +493,12 @@ class Round:
 
 # ---------------------------------------------------------------------------------- the optimizer
 
-ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "every": 1, "calls": 0}
 SCALES = {
     "original": lambda r, c, rms: math.sqrt(max(1, r / c)),
     "match_rms_adamw": lambda r, c, rms: rms * math.sqrt(max(r, c)),
     "spectral": lambda r, c, rms: math.sqrt(r / c),
 }
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "every": 1, "calls": 0}
 VALID = {  # key of a group: (what its value must be, the test)
     "lr": ("at least 0", lambda x: x >= 0),
     "weight_decay": ("at least 0", lambda x: x >= 0),
@@ -503,21 +516,20 @@ VALID = {  # key of a group: (what its value must be, the test)
 class Muon(torch.optim.Optimizer):
     """Muon on matrices, AdamW on groups with use_muon=False: one object for a whole model.
 
-    A group is a dict of "params" (tensors or (name, tensor)) and any argument from lr to heads;
-    an Adam group takes lr, weight_decay, betas, eps and `every`: it steps on every k-th call, on
-    the sum of the gradients since. A value out of range is a ValueError.
+    A group is a dict of "params" (tensors or (name, tensor)) and any argument from lr to heads; an
+    Adam group takes lr, weight_decay, betas, eps and `every`: it steps on every k-th call, on the
+    sum of the gradients since. A value out of range or a wrong parameter is a ValueError.
 
     scale: "original" sqrt(max(1, r/c)), "match_rms_adamw" rms sqrt(max(r, c)), "spectral"
-      sqrt(r/c), or a function of (r, c).
-    cautious: decay only where update and weight have one sign. beta2: NorMuon's second moment.
-    split=[rows, ...], heads=h: a fused weight is cut into blocks of rows, each its own matrix.
-      A 3-D parameter is a stack of matrices; 4-D and above flatten from dimension 1.
-    reduce_grads: gradients are local, average them here. process_group: all ranks that hold
-      these parameters, by default the world.
-    nonfinite: "raise" FloatingPointError, "skip" the step, or "ignore"; agreed by all ranks
-      before anything changes. A GradScaler's infs skip.
-    state_dtype: of the momentum. compute_dtype: of Newton-Schulz; None: bf16 on CUDA, else fp32.
-    deterministic: bit for bit the same at every world size. compile: torch.compile Newton-Schulz.
+      sqrt(r/c), or a function of (r, c). cautious: decay only where update and weight have one
+      sign. beta2: NorMuon's second moment. split=[rows, ...] or heads=h: a fused weight is cut
+      into blocks of rows, each its own matrix. 3-D is a stack of matrices, 4-D and above flatten.
+    reduce_grads: gradients are local, average them here. process_group: all ranks that hold these
+      parameters, by default the world. deterministic: bit for bit alike at every world size.
+    nonfinite: "raise" FloatingPointError, "skip" the step, or "ignore"; all ranks agree before
+      anything changes. A GradScaler's infs skip.
+    state_dtype: of the momentum. compute_dtype: of Newton-Schulz; None: bf16 on CUDA, else fp32
+      (a CPU with AVX512-BF16 or AMX is faster in bf16). compile: torch.compile Newton-Schulz.
 
     `grad_norm` is the L2 norm of the averaged gradient at the last step, the same on every rank.
     A bf16 or fp16 parameter has an fp32 master with its owner. A step waits for the device once.
@@ -528,15 +540,14 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 0.02, weight_decay: float = 0.0,
         momentum: float = 0.95, nesterov: bool = True, ns_steps: int = 5, *,
-        coefficients: str | Sequence[Sequence[float]] = "polar_express",
+        coefficients: Coefficients = "polar_express",
         scale: str | Callable[[int, int], float] = "original", rms: float = 0.2,
         cautious: bool = False, beta2: float | None = None,
         split: Sequence[int] | None = None, heads: int | None = None,
         reduce_grads: bool = False, nonfinite: str = "raise",
         state_dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None,
-        deterministic: bool = False, compile: bool = False,
-        process_group: Any = None, tp_group: Any = None,
-        rank: int | None = None, world_size: int | None = None,
+        deterministic: bool = False, compile: bool = False, process_group: Any = None,
+        tp_group: Any = None, rank: int | None = None, world_size: int | None = None,
     ) -> None:  # fmt: skip
         defaults = dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
@@ -547,8 +558,8 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"nonfinite={nonfinite!r}: give raise, skip or ignore")
         self.reduce_grads, self.nonfinite, self.state_dtype = reduce_grads, nonfinite, state_dtype
         self.compute_dtype, self.deterministic, self.compile = compute_dtype, deterministic, compile
-        self._process_group, self._tp_group, self._rounds = process_group, tp_group, None
-        self.grad_norm, self._fresh = 0.0, {}
+        self._process_group, self._tp_group = process_group, tp_group
+        self._rounds, self._compiled, self.grad_norm = None, {}, 0.0
         super().__init__(params, defaults)
         self._build()
         here = self._world.rank, self._world.size
@@ -557,94 +568,89 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """torch's; also after steps, then a collective, because owners may change."""
-        if not param_group.get("use_muon", True):
-            param_group = {**ADAM, **param_group}
+        adam = not param_group.get("use_muon", True)
+        group = {**self.defaults, **(ADAM if adam else {}), **param_group}
+        for key, (what, test) in VALID.items():
+            if key in group and not test(group[key]):
+                raise ValueError(f"{key}={group[key]!r} in a group of parameters: must be {what}")
         saved = None if self._rounds is None else self.full_state_dict()["state"]
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1], len(self.param_groups) - 1)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        super().add_param_group(group)
         if saved is not None:
-            self.state.clear()
-            self._build()
-            self._fill(saved)
+            self._build(saved)
 
     @torch.no_grad()
-    def _build(self) -> None:
-        """Plan from names, shapes, dtypes and layouts alone; make this rank's state."""
+    def _build(self, saved: dict[int, dict] | None = None) -> None:
+        """Plan from names, shapes, dtypes and layouts alone; make this rank's state, or fill it."""
         group = self._process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self._world = Comm()
+        world = self._world = Comm()
         if group is not None:
-            self._world = Comm(group, dist.get_world_size(group), dist.get_rank(group))
-        self._slots, self._own = [], defaultdict(dict)
-        for k, group in enumerate(self.param_groups):
-            for name, p in zip(_names(group, k), group["params"], strict=True):
-                slot = Slot(len(self._slots), name, p, group, self._world, self._tp_group)
-                if slot.sharded and self.reduce_grads and slot.home.size != self._world.size:
+            world = self._world = Comm(group, dist.get_world_size(group), dist.get_rank(group))
+        if saved is not None:
+            self.state.clear()
+        self._slots, self._rounds, self._parts = [], [], {}
+        for k, g in enumerate(self.param_groups):
+            names = g.get("param_names") or [f"{i} of group {k}" for i in range(len(g["params"]))]
+            for name, p in zip(names, g["params"], strict=True):
+                self._slots.append(Slot(len(self._slots), name, p, g, world, self._tp_group))
+                s = self._slots[-1]
+                if s.sharded and self.reduce_grads and s.home.size != world.size:
                     raise ValueError(
-                        f"reduce_grads=True, but parameter {name} is a shard on {slot.home.size} of "
-                        f"{self._world.size} ranks: average its gradient before step() instead"
+                        f"reduce_grads=True, but parameter {name} is a shard on {s.home.size} of "
+                        f"{world.size} ranks: average its gradient before step() instead"
                     )
-                self._slots.append(slot)
-        _agree_on(self._world, [f"{s.name} {s.dims} {s.p.dtype} {s.muon}" for s in self._slots])
-        self._rounds, self._parts, mine = [], {}, set()
-        self._values_agree = self._world.size == 1 or all(s.sharded for s in self._slots)
+        _agree_on([f"{s.name} {s.dims} {s.p.dtype} {s.muon}" for s in self._slots], world)
+        self._values_agree = world.size == 1 or all(s.sharded for s in self._slots)
         for (comm, *_), owned in _share_out(self._slots).items():
-            owned = [owned.get(rank, []) for rank in range(comm.size)]
-            self._rounds.append(Round(self, comm, owned))
-            mine.update(self._rounds[-1].mine)
+            self._rounds.append(Round(self, comm, [owned.get(r, []) for r in range(comm.size)]))
+        self._own = {q: {} for r in self._rounds for q in r.mine}
         for s in self._slots:
-            self._make_state(s, mine)
+            self._make_state(s)
+        if saved is not None:
+            self._fill(saved)
 
-    def _make_state(self, s: Slot, mine: set[Piece]) -> None:
+    def _make_state(self, s: Slot) -> None:
         """Note all of a parameter's state, alike on every rank; make this rank's tensors."""
-        local, wide = _local(s.p), torch.promote_types(s.p.dtype, torch.float32)
-        values = s.view(local.detach())
+        wide, values = torch.promote_types(s.p.dtype, torch.float32), s.view(s.p.detach())
+        unit = ((0, 1),) * 3
         for k, q in enumerate(s.pieces):
-            own, here = self._own[q], q in mine
-            box, shape = q.box, (q.rows, q.cols)
-            if s.whole and not s.muon:
-                box, shape = s.box, local.shape
-            keep = functools.partial(self._keep, s, box=box, shape=shape, here=here)
+            own, box = self._own.get(q), s.box if s.sharded and not s.muon else q.box
+            keep = functools.partial(self._keep, own, s)
             if s.muon:
-                own["momentum"] = keep("momentum_buffer", s.dims, self.state_dtype)
+                keep("momentum_buffer", s.dims, self.state_dtype, box, (q.rows, q.cols))
                 if s.group["beta2"] is not None:
-                    name, dims = "second_moment" + f".{k}" * (len(s.pieces) > 1), (1, q.rows, 1)
-                    dims = dims if q.rows >= q.cols else (1, 1, q.cols)
-                    box2 = tuple((0, d) for d in dims)
-                    own["second"] = keep(name, dims, torch.float32, box=box2, shape=dims[1:])
+                    dims = (1, q.rows, 1) if q.rows >= q.cols else (1, 1, q.cols)
+                    name = "second_moment" + f".{k}" * (len(s.pieces) > 1)
+                    keep(name, dims, torch.float32, tuple((0, d) for d in dims), dims[1:])
             else:
+                shape = values.shape if s.whole else (q.rows, q.cols)
                 for name in ("exp_avg", "exp_avg_sq", "grad_sum")[: 2 + (s.group["every"] > 1)]:
-                    own[name] = keep(name, s.dims, wide, counts=s.first)
-                one = {"box": ((0, 1),) * 3, "shape": (), "counts": k == 0 and not (s.sharded and s.home.rank)}
-                own["step"] = keep("step", (1, 1, 1), torch.float32, **one)
+                    keep(name, s.dims, wide, box, shape, counts=s.first)
+                alone = k == 0 and not (s.sharded and s.home.rank)
+                keep("step", (1, 1, 1), torch.float32, unit, (), counts=alone)
             if s.low and not (s.muon and s.sharded):
-                value = (values if s.whole else values[q.i, q.start : q.stop]) if here else None
-                own["master"] = keep("master", s.dims, wide, value=value, counts=s.first)
-        if s.low and s.muon and s.sharded:  # each holder has the master of its shard
-            shape = [b - a for a, b in s.box]
-            master = self._keep(s, "master", s.dims, wide, s.box, shape, True, values, s.first)
+                value = values if s.whole else values[q.i, q.start : q.stop]
+                keep("master", s.dims, wide, box, value.shape, value, s.first)
+        if s.low and s.muon and s.sharded:  # each holder of a shard has its master
+            master = self._keep({}, s, "master", s.dims, wide, s.box, values.shape, values, s.first)
             for x in filter(None, (q.link(s.box) for q in s.pieces)):
-                self._own[x.q]["master"] = master[x.held]
+                self._own.setdefault(x.q, {})["master"] = master[x.held]
 
-    def _keep(self, s, name, dims, dtype, box, shape, here, value=None, counts=True):
+    def _keep(self, own, s, name, dims, dtype, box, shape, value=None, counts=True):
         """This rank's part `box` of what all ranks together call `name`, as an entry of `state`."""
         parts = self._parts.setdefault((s, name), (dims, dtype, []))[-1]
-        if not here:
+        if own is None:  # another rank's
             return None
-        t, state = torch.zeros(shape, dtype=dtype, device=_local(s.p).device), self.state[s.p]
-        key = name
+        t, state = torch.zeros(shape, dtype=dtype, device=s.device), self.state[s.p]
         if value is not None:
             t.copy_(value)
-        if box != tuple((0, d) for d in dims):
-            key += "@" + ",".join(str(a) for a, _ in box)
+        whole = box == tuple((0, d) for d in dims)
+        key = name if whole else f"{name}@{','.join(str(a) for a, _ in box)}"
         if key in state:  # unpickled: the tensors are new, the values stay
             t.copy_(state[key].reshape(shape))
-        state[key] = t.view(s.shape) if key == name and dims == s.dims != (1, 1, 1) else t
+        state[key] = t.view(s.shape) if whole and dims == s.dims and name != "step" else t
+        own[name.partition(".")[0]] = t
         parts.append((key, box, t, counts))
         return t
 
@@ -655,9 +661,11 @@ class Muon(torch.optim.Optimizer):
         Complete and equal on every rank, alike at every world size, nothing in it but tensors and
         plain values (torch.load takes it with weights_only=True); a function as scale is left out.
         """
+        if self._rounds is None:
+            self._build()
         state = {s.index: {} for s in self._slots}
         for (s, name), (dims, dtype, parts) in self._parts.items():
-            whole = torch.zeros(dims, dtype=dtype, device=_local(s.p).device)
+            whole = torch.zeros(dims, dtype=dtype, device=s.device)
             for _, box, t, counts in parts:
                 part = whole[tuple(slice(a, b) for a, b in box)]
                 if counts:
@@ -670,7 +678,6 @@ class Muon(torch.optim.Optimizer):
         groups = [{k: v for k, v in g.items() if not callable(v)} for g in groups]
         return {"state": state, "param_groups": groups}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Load full_state_dict() at any world size, or this rank's state_dict() at its own.
 
@@ -682,13 +689,12 @@ class Muon(torch.optim.Optimizer):
             mine = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
             saved = [{**m, **s} for m, s in zip(mine, saved, strict=True)]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": saved})
-        self._build()
         ids = itertools.chain(*(g["params"] for g in saved))
-        self._fill([state_dict["state"].get(i, {}) for i in ids])
+        self._build({k: state_dict["state"].get(i, {}) for k, i in enumerate(ids)})
 
-    def _fill(self, saved: list[dict]) -> None:
+    def _fill(self, saved: dict[int, dict]) -> None:
         for (s, name), (dims, _, parts) in self._parts.items():
-            values = saved[s.index] if s.index < len(saved) else None
+            values = saved.get(s.index)
             for key, box, t, _ in parts if values is not None else ():
                 value = values.get(key)
                 if value is None and name in values and values[name].numel() == math.prod(dims):
@@ -705,22 +711,17 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own.split()}}
 
     def __setstate__(self, state: dict) -> None:
-        defaults = {"_process_group": None, "_tp_group": None, "_fresh": {}}
-        self.__dict__.update({**defaults, **self.__dict__})
+        lost = {"_process_group": None, "_tp_group": None, "_compiled": {}}
+        self.__dict__.update({**lost, **self.__dict__})
         super().__setstate__(state)
         self._rounds = None  # the next step builds them
-
-    def plan(self, world_size: int) -> dict:
-        """plan() of this optimizer's matrices."""
-        shapes = [(q.rows, q.cols) for s in self._slots if s.muon for q in s.pieces]
-        return plan(shapes, world_size)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns the closure's loss. A parameter without gradient stays as it is.
 
         FloatingPointError, on all ranks and before anything changes, if a gradient is not finite;
-        RuntimeError at the first step if a parameter is not the same on all ranks.
+        RuntimeError at the first step if a plain parameter is not the same on all ranks.
         """
         loss = None
         if closure is not None:
@@ -734,12 +735,15 @@ class Muon(torch.optim.Optimizer):
         for r in self._rounds:
             r.start(grads)
         received = [r.gradients() for r in self._rounds]
-        present, finite = self._verdict(grads, received)
-        if not finite and self.nonfinite != "ignore":
-            if self.nonfinite == "raise" and not hasattr(self, "found_inf"):
-                raise FloatingPointError(self._blame(received))
-            return loss
-        self._weights = [s.view(_local(s.p)) for s in self._slots]
+        present, bad = self._verdict(grads, received)
+        if bad and self.nonfinite != "ignore":
+            if self.nonfinite == "skip" or hasattr(self, "found_inf"):
+                return loss
+            raise FloatingPointError(
+                f"the gradient of parameter {bad[0]} (and {len(bad) - 1} others) is not finite; "
+                'nothing was changed; nonfinite="skip" leaves such steps out'
+            )
+        self._weights = [s.view(s.p) for s in self._slots]
         due = [r for r in self._rounds if r.due()]
         for r, gs in zip(self._rounds, received, strict=True):
             if r.reduces:  # zeros where no rank had a gradient
@@ -750,8 +754,8 @@ class Muon(torch.optim.Optimizer):
         for r in due:
             r.finish(present)
         for s, w in zip(self._slots, self._weights, strict=True):
-            if w.data_ptr() != _local(s.p).data_ptr():  # channels_last has no such view
-                _local(s.p).copy_(w.view(_local(s.p).shape))
+            if not s.whole and w.data_ptr() != (p := s.local(s.p)).data_ptr():
+                p.copy_(w.view(p.shape))  # channels_last has no such view
         self._weights = None
         for group in self.param_groups:
             if not group["use_muon"]:
@@ -764,39 +768,30 @@ class Muon(torch.optim.Optimizer):
             return None
         if g.layout != torch.strided:
             raise ValueError(f"parameter {s.name} has a {g.layout} gradient: make it dense")
-        if isinstance(g, DTensor) and g.placements != s.p.placements:
+        if s.dtensor and g.placements != s.p.placements:
             g = g.redistribute(placements=s.p.placements)
-        g, scale = s.view(_local(g)), getattr(self, "grad_scale", None)
+        g, scale = s.view(g), getattr(self, "grad_scale", None)
         return g if scale is None else g / scale  # a GradScaler's, which may differ between ranks
 
-    def _verdict(self, grads: list, received: list[list]) -> tuple[list[float], bool]:
-        """(on how many ranks each parameter has a gradient, whether all is finite); grad_norm."""
+    def _verdict(self, grads: list, received: list[list]) -> tuple[list[float], list[str]]:
+        """(on how many ranks each parameter has a gradient, names of the bad ones); grad_norm."""
         device = self._rounds[0].device if self._rounds else torch.device("cpu")
         wide = torch.float32 if device.type == "mps" else torch.float64
-        stats = torch.tensor([0.0, *(g is not None for g in grads)], dtype=wide, device=device)
+        present = torch.tensor([g is not None for g in grads], dtype=wide, device=device)
+        squares = torch.zeros_like(present)
         for r, gs in zip(self._rounds, received, strict=True):
-            if gs := [g for g in gs if g is not None]:
-                norms = torch.stack(torch._foreach_norm(gs, dtype=wide))
-                stats[0] += r.share * norms.square().sum().to(device)
+            some = [(q.slot, g) for q, g in zip(r.mine, gs, strict=True) if g is not None]
+            if some and r.share:
+                slots, gs = zip(*some, strict=True)
+                norms = torch.stack(torch._foreach_norm(gs, dtype=wide)).square_().mul_(r.share)
+                squares.index_add_(0, torch.tensor(slots, device=device), norms.to(device))
+        stats = torch.stack([present, squares])
         if self._world.size > 1:
             dist.all_reduce(stats, group=self._world.group)
-        total, *present = stats.tolist()
-        self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
-        return present, math.isfinite(total)
-
-    def _blame(self, received: list[list]) -> str:
-        bad = torch.zeros(len(self._slots), device=self._rounds[0].device)
-        for r, gs in zip(self._rounds, received, strict=True):
-            for q, g in zip(r.mine, gs, strict=True):
-                if g is not None and not g.isfinite().all():
-                    bad[q.slot] = 1
-        if self._world.size > 1:
-            dist.all_reduce(bad, group=self._world.group)
-        names = [s.name for s, b in zip(self._slots, bad.tolist(), strict=True) if b]
-        return (
-            f"the gradient of parameter {names[0]} (and {len(names) - 1} others) is not finite; "
-            'nothing was changed; nonfinite="skip" would leave such a step out'
-        )
+        present, squares = stats.tolist()
+        bad = [s.name for s, x in zip(self._slots, squares, strict=True) if not math.isfinite(x)]
+        self.grad_norm = math.nan if bad else math.sqrt(sum(squares))
+        return present, bad
 
     def _check_values(self) -> None:
         """Plain parameters must be the same on all ranks: not swapped, not left to other seeds."""
@@ -824,42 +819,41 @@ class Muon(torch.optim.Optimizer):
 
     def _updates(self, qs: Sequence[Piece], gs: Sequence[Tensor], group: dict) -> list[Tensor]:
         """Scaled updates of matrices of one shape or its transpose; advances their momentum."""
+        shapes = [(q.rows, q.cols) for q in qs]
+        flips = [shape != shapes[0] for shape in shapes]
 
-        def turn(ts: Sequence[Tensor]) -> list[Tensor]:
-            return [t if q.rows == qs[0].rows else t.mT for q, t in zip(qs, ts, strict=True)]
+        def turn(ts: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [t.mT if f else t for t, f in zip(ts, flips, strict=True)] if any(flips) else ts
 
         own, mu = [self._own[q] for q in qs], float(group["momentum"])
-        momenta = turn([o["momentum"] for o in own])
+        momenta = turn([o["momentum_buffer"] for o in own])
         G, M = torch.stack(turn(gs)).float(), torch.stack(momenta).float()
         torch._foreach_copy_(momenta, M.lerp_(G, 1 - mu).unbind())
-        U = G.lerp_(M, mu) if group["nesterov"] else M
-        triples = _triples(group["coefficients"], group["ns_steps"])
-        dtype = self.compute_dtype or _compute_dtype(U.device)
-        f = self._compiled(U, triples, dtype) if self.compile else _orthogonalize
-        X = f(U, triples, dtype)
+        X = self._orthogonalized(G.lerp_(M, mu) if group["nesterov"] else M, group)
         if group["beta2"] is not None:
-            second = turn([o["second"] for o in own])
+            second = turn([o["second_moment"] for o in own])
             short = -1 if X.size(-2) >= X.size(-1) else -2
             mean = X.float().square().mean(short, keepdim=True)
             V = torch.stack(second).lerp_(mean, 1 - group["beta2"])
             torch._foreach_copy_(second, V.unbind())
             norm = functools.partial(torch.linalg.vector_norm, dim=(-2, -1), keepdim=True)
             D = X / V.clamp(min=1e-10).sqrt()
-            X = D * (norm(X) / norm(D).clamp(min=1e-30))
-        updates, scale = turn(X.unbind()), group["scale"]
-        scale = scale if callable(scale) else functools.partial(SCALES[scale], rms=group["rms"])
-        scales = [float(scale(q.rows, q.cols)) for q in qs]
+            X = D.mul_(norm(X) / norm(D).clamp(min=1e-30))
+        f, rms = group["scale"], group["rms"]
+        scales = [float(f(*x) if callable(f) else SCALES[f](*x, rms)) for x in shapes]
         if any(x != 1 for x in scales):
-            torch._foreach_mul_(updates, scales)
-        return updates
+            X = X.mul_(torch.tensor(scales, dtype=X.dtype, device=X.device).view(-1, 1, 1))
+        return turn(X.unbind())
 
-    def _compiled(self, *key) -> Callable:
-        """_orthogonalize, for one shape: dynamo limits how many shapes one code object may see."""
-        key = key[0].shape, key[0].device, *key[1:]
-        if key not in self._fresh:
-            f = types.FunctionType(_orthogonalize.__code__.replace(), globals())
-            self._fresh[key] = torch.compile(f, dynamic=False)
-        return self._fresh[key]
+    def _orthogonalized(self, U: Tensor, group: dict) -> Tensor:
+        f, triples = _orthogonalize, _triples(group["coefficients"], group["ns_steps"])
+        key = U.shape, U.device, triples, self.compute_dtype or _compute_dtype(U.device)
+        if self.compile:  # a code object for each shape: dynamo limits how many one may see
+            if key not in self._compiled:
+                own = types.FunctionType(f.__code__.replace(), globals())
+                self._compiled[key] = torch.compile(own, dynamic=False)
+            f = self._compiled[key]
+        return f(U, *key[2:])
 
     def _apply(self, qs: Sequence[Piece], weights: list[Tensor], updates: list[Tensor]) -> None:
         group = self._slots[qs[0].slot].group
@@ -885,24 +879,24 @@ class Muon(torch.optim.Optimizer):
 
     def _adam(self, r: Round, grads: list[Tensor | None]) -> None:
         todo = defaultdict(list)
-        for q, w, g in zip(r.mine, [r.cut(self._weights, q) for q in r.mine], grads, strict=True):
-            own, group = self._own[q], self._slots[q.slot].group
-            if group["every"] > 1 and g is not None:
-                own["grad_sum"].add_(g.view_as(w))
-            if r.due() and group["every"] > 1:
-                g = own["grad_sum"] if own["grad_sum"].any() else None
-            if r.due() and g is not None:
+        for q, g in zip(r.mine, grads, strict=True):
+            own, group, w = self._own[q], self._slots[q.slot].group, r.cut(self._weights, q)
+            if group["every"] > 1:
+                if g is not None:
+                    own["grad_sum"].add_(g.view_as(w))
+                g = own["grad_sum"] if r.due() and own["grad_sum"].any() else None
+            if g is not None:
                 todo[id(group)].append((q, w, g.view_as(w)))
         for items in todo.values():
             qs, weights, gs = map(list, zip(*items, strict=True))
             group, targets = self._slots[qs[0].slot].group, self._targets(qs, weights)
-            names = "exp_avg", "exp_avg_sq", "step"
-            state = {name: [self._own[q][name] for q in qs] for name in names}
             gs = [g.to(t.dtype) for g, t in zip(gs, targets, strict=True)]
+            state = ([self._own[q][key] for q in qs] for key in ("exp_avg", "exp_avg_sq", "step"))
+            first, second, steps = state
             adamw(
-                targets, gs, state["exp_avg"], state["exp_avg_sq"], [], state["step"], fused=True,
-                amsgrad=False, maximize=False, lr=float(group["lr"]), beta1=group["betas"][0],
-                beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+                targets, gs, first, second, [], steps, fused=True, amsgrad=False, maximize=False,
+                lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1],
+                eps=group["eps"], weight_decay=group["weight_decay"],
             )  # fmt: skip
             if targets is not weights:
                 torch._foreach_copy_(weights, targets)
@@ -910,39 +904,21 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_zero_([self._own[q]["grad_sum"] for q in qs])
 
 
-def _names(group: dict, k: int) -> list[str]:
-    return group.get("param_names") or [f"{i} of group {k}" for i in range(len(group["params"]))]
-
-
-def _check(group: dict, k: int) -> None:
-    for key, (what, test) in VALID.items():
-        if key in group and not test(group[key]):
-            raise ValueError(f"{key}={group[key]!r} in group {k}: it must be {what}")
-    for name, p in zip(_names(group, k), group["params"], strict=True):
-        if not p.is_floating_point() or p.layout != torch.strided:
-            raise ValueError(f"parameter {name} is {p.dtype}, {p.layout}: need real and dense")
-        if group["use_muon"] and p.ndim < 2:
-            raise ValueError(f"parameter {name} is {p.ndim}-D: give it use_muon=False")
-    if len(set(map(id, group["params"]))) < len(group["params"]):
-        raise ValueError(f"group {k} has one parameter twice")
-
-
-def _agree_on(world: Comm, lines: list[str]) -> None:
+def _agree_on(lines: list[str], world: Comm) -> None:
     """RuntimeError naming the first line that is not the same on all ranks."""
-    if world.size == 1:
-        return
-    digests, lists = [None] * world.size, [None] * world.size
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    dist.all_gather_object(digests, digest, group=world.group)
-    if len(set(digests)) > 1:
-        dist.all_gather_object(lists, lines, group=world.group)
-        for row in itertools.zip_longest(*lists):
-            if len(set(row)) > 1:
-                raise RuntimeError(f"parameters differ between ranks: {' / '.join(map(str, row))}")
+    for message in (hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines):
+        if world.size > 1:  # the hashes first; the lines only if they differ
+            answers = [None] * world.size
+            dist.all_gather_object(answers, message, group=world.group)
+            if all(answer == message for answer in answers) and message is not lines:
+                return
+    for row in itertools.zip_longest(*answers) if world.size > 1 else ():
+        if len(set(row)) > 1:
+            raise RuntimeError(f"parameters differ between ranks: {' / '.join(map(str, row))}")
 
 
 def param_groups(model: nn.Module, verbose: bool = False, adam: dict | None = None, **muon) -> list:
-    """Two groups: hidden matrices for Muon, all else for AdamW; `adam` **muon are options.
+    """Two groups: hidden matrices for Muon, the rest for AdamW; `adam` and **muon are options.
 
     For AdamW: embeddings and what is tied to them, a Linear onto as many outputs as an embedding
     has entries or named as an output head, and parameters of fewer than two dimensions. `verbose`

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 
-def _child(rank: int, world_size: int, store: str, timeout: float, fn: Callable, args, pipe) -> None:
+def _child(rank: int, world_size: int, store: str, timeout: float, fn, args, pipe) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

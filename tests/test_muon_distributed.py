@@ -132,7 +132,7 @@ def test_bf16_weights_have_one_master_and_agree_on_all_ranks(reduce):
     want, _ = alone(2, dtype=torch.bfloat16)
     results = run_ranks(2, lambda r, w: plain(r, w, reduce, dtype=torch.bfloat16))
     assert equal(results[0][0], results[1][0])
-    assert close(results[0][0], want, 0.02)
+    assert close(results[0][0], want, 0.05)  # ours adds the gradients up in fp32
 
 
 SEEN = {
@@ -276,12 +276,12 @@ def test_rounds_split_large_shares_and_change_nothing():
 # ---------------------------------------------------------------------------------------- shards
 
 
-def sharded(rank, world_size, shapes, mesh_shape, places, hidden=None, dtype=torch.float32, **options):
+def sharded(rank, world_size, shapes, mesh_shape, places, dtype=torch.float32, **options):
     """Trains DTensors laid out by `places`; gives back the whole parameters."""
     names = tuple(f"d{k}" for k in range(len(mesh_shape)))
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     ps = [nn.Parameter(distribute_tensor(w.detach(), mesh, places)) for w in weights(shapes, dtype)]
-    opt = Muon(groups(ps, len(shapes) if hidden is None else hidden, 1, **options))
+    opt = Muon(groups(ps, len(shapes), 1, **options))
 
     def grad(shape, t, k):
         return distribute_tensor(mean_grad(shape, t, k, 1).to(dtype), mesh, places)
@@ -290,9 +290,9 @@ def sharded(rank, world_size, shapes, mesh_shape, places, hidden=None, dtype=tor
     return [p.detach().full_tensor() for p in ps], opt.grad_norm
 
 
-def whole(shapes, hidden=None, dtype=torch.float32, **options):
+def whole(shapes, dtype=torch.float32, **options):
     ps = weights(shapes, dtype)
-    opt = Muon(groups(ps, len(shapes) if hidden is None else hidden, 1, **options))
+    opt = Muon(groups(ps, len(shapes), 1, **options))
     train(opt, ps, lambda s, t, k: mean_grad(s, t, k, 1))
     return [p.detach() for p in ps], opt.grad_norm
 
@@ -329,7 +329,8 @@ def test_bf16_shards_have_their_masters_where_they_lie():
     want, _ = whole(shapes, dtype=torch.bfloat16, lr=1e-3)
     run = lambda r, w: sharded(r, w, shapes, (3,), [Shard(0)], dtype=torch.bfloat16, lr=1e-3)  # noqa: E731
     for got, _ in run_ranks(3, run):
-        assert close(got, want, 0.01) and sum((a == b).float().mean() for a, b in zip(got, want)) > 1.99
+        assert close(got, want, 0.01)
+        assert all((a == b).float().mean() > 0.99 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("options", [{"heads": 3}, {"split": [3, 5, 4]}])
@@ -417,7 +418,7 @@ def test_megatron_style_shards_equal_the_unsharded_matrices(how):
                 ps[-1].partition_dim = d
                 if how == "attribute":
                     ps[-1].tp_group = dist.group.WORLD
-        made = [{"params": ps[:2], **OPTIONS, "heads": 2}, {"params": ps[2:], **OPTIONS, "heads": 2}]
+        made = [{"params": part, **OPTIONS, "heads": 2} for part in (ps[:2], ps[2:])]
         opt = Muon(made, tp_group=None if how == "attribute" else dist.group.WORLD)
         for t in range(4):
             for k, (p, d, s) in enumerate(zip(ps, dims, shapes, strict=True)):
@@ -438,9 +439,10 @@ def test_tensor_parallel_in_two_replicas_with_averaged_gradients():
 
     def run(rank, world_size):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-        ps = [nn.Parameter(distribute_tensor(w.detach(), mesh, [Shard(0)])) for w in weights(MATRICES)]
+        place = lambda t: distribute_tensor(t, mesh, [Shard(0)])  # noqa: E731
+        ps = [nn.Parameter(place(w.detach())) for w in weights(MATRICES)]
         opt = Muon(groups(ps, len(ps)))
-        train(opt, ps, lambda s, t, k: distribute_tensor(mean_grad(s, t, k, 1), mesh, [Shard(0)]))
+        train(opt, ps, lambda s, t, k: place(mean_grad(s, t, k, 1)))
         with pytest.raises(ValueError, match="average its gradient"):
             Muon(ps, reduce_grads=True)
         return [p.detach().full_tensor() for p in ps], opt.grad_norm
@@ -484,7 +486,7 @@ def save(rank, world_size, how="full", folder=None):
 @pytest.mark.parametrize("before, after", [(2, 2), (2, 3), (3, 1), (1, 2)])
 @pytest.mark.parametrize("how", ["full", "dcp"])
 def test_resume_at_the_same_and_another_world_size_goes_straight_on(before, after, how, tmp_path):
-    """Six steps equal three, the file of rank 0, and three; a step interval is cut in its middle."""
+    """Six steps equal three, the file of rank 0, three more; an interval is cut in its middle."""
     straight = alone(2, steps=6, beta2=0.9)[0]
     saved = run_ranks(before, save, how, str(tmp_path))
     for got in run_ranks(after, resume, saved[0], how):
@@ -504,7 +506,7 @@ def test_a_ranks_own_part_loads_there_and_nowhere_else():
 
 
 def test_full_state_of_shards_is_that_of_whole_matrices_and_loads_back():
-    shapes, hidden = [(9, 24), (24, 8), (5, 4, 6), (50, 3), (7,)], 3
+    shapes, hidden = [(9, 24), (24, 8), (5, 4, 6), (50, 3), (7,), (2, 2)], 3
 
     def run(rank, world_size, places):
         mesh = init_device_mesh("cpu", (2, 2) if len(places) == 2 else (world_size,))
