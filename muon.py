@@ -111,7 +111,7 @@ def _orthogonalize(G: Tensor, triples: tuple, dtype: torch.dtype) -> Tensor:
     X = (G.mT if tall else G).float()
     # the largest entry first: squares of 1e30 or 1e-30 are beyond fp32
     top = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
-    X = X / top.clamp_(min=1e-45)
+    X = X / top.masked_fill_(top == 0, 1)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # at least 1, or 0
     X = X.div_(norm.clamp_(min=1).mul_(1.02)).to(dtype)
     # in bf16 the Gram form loses the small singular values and blows up others
@@ -199,7 +199,7 @@ class Piece(NamedTuple):
     box = property(lambda self: ((self.i, self.i + 1), (self.start, self.stop), (0, self.cols)))
 
     def link(self, box: tuple) -> Link | None:
-        """What of the piece is in a box ((n0, n1), (r0, r1), (c0, c1)) of the stack, if anything."""
+        """What of the piece is in a box ((n0, n1), (r0, r1), (c0, c1)) of the stack, or None."""
         (n0, n1), (r0, r1), (c0, c1) = box
         a, b = max(self.start, r0), min(self.stop, r1)
         if not n0 <= self.i < n1 or a >= b or c0 >= c1:
@@ -245,9 +245,8 @@ class Slot:
             rule = f"split={split}" if split else f"heads={heads}"
             raise ValueError(f"{rule} does not divide the {R} rows of parameter {self.name}")
         ends = list(zip(itertools.accumulate(rows), rows, strict=True))
-        cuts = [(i, e, r) for i in range(n) for e, r in ends]
-        pieces = [Piece(self.index, i, e - r, e, C, flops(r, C, steps)) for i, e, r in cuts]
-        return [q for q in pieces if q.numel]
+        cuts = [(i, e, r) for i in range(n) for e, r in ends if r * C]
+        return [Piece(self.index, i, e - r, e, C, flops(r, C, steps)) for i, e, r in cuts]
 
     def _rows(self) -> list[Piece]:
         R, C = self.dims[1:]
@@ -426,8 +425,9 @@ class Round:
         if not self.reduces:
             return [self.cut(grads, q) for q in self.mine]
         if not self.sharded:
-            total = self.wait().view(self.comm.size, -1).sum(0, dtype=torch.float32)
-            parts = total.div_(self.comm.size).split([q.numel for q in self.mine])
+            sizes, wide = [q.numel for q in self.mine], torch.promote_types(self.dtype, torch.float32)
+            total = self.wait().view(self.comm.size, sum(sizes)).sum(0, dtype=wide)
+            parts = total.div_(self.comm.size).split(sizes) if sizes else ()
             return [t.view(q.rows, q.cols) for q, t in zip(self.mine, parts, strict=True)]
         new = functools.partial(torch.empty, dtype=self.dtype, device=self.device)
         whole = {q: new(q.rows, q.cols) for q in self.mine}
@@ -499,17 +499,15 @@ SCALES = {
     "spectral": lambda r, c, rms: math.sqrt(r / c),
 }
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "every": 1, "calls": 0}
+NONNEGATIVE, WHOLE = ("at least 0", lambda x: x >= 0), ("whole, from 1", lambda x: int(x) == x >= 1)
 VALID = {  # key of a group: (what its value must be, the test)
-    "lr": ("at least 0", lambda x: x >= 0),
-    "weight_decay": ("at least 0", lambda x: x >= 0),
+    **dict.fromkeys(("lr", "weight_decay", "rms", "eps"), NONNEGATIVE),
+    **dict.fromkeys(("ns_steps", "every"), WHOLE),
     "momentum": ("in [0, 1)", lambda x: 0 <= x < 1),
-    "ns_steps": ("a whole number from 1", lambda x: int(x) == x >= 1),
     "coefficients": ("a name or finite triples", lambda x: _triples(x, 1)),
     "scale": (f"a function or one of {sorted(SCALES)}", lambda x: callable(x) or x in SCALES),
     "beta2": ("None or in [0, 1)", lambda x: x is None or 0 <= x < 1),
     "betas": ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x)),
-    "eps": ("at least 0", lambda x: x >= 0),
-    "every": ("a whole number from 1", lambda x: int(x) == x >= 1),
 }
 
 
@@ -575,8 +573,14 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"{key}={group[key]!r} in a group of parameters: must be {what}")
         saved = None if self._rounds is None else self.full_state_dict()["state"]
         super().add_param_group(group)
-        if saved is not None:
+        if saved is None:
+            return
+        try:
             self._build(saved)
+        except ValueError:  # a wrong parameter leaves all as it was
+            self.param_groups.pop()
+            self._build(saved)
+            raise
 
     @torch.no_grad()
     def _build(self, saved: dict[int, dict] | None = None) -> None:
@@ -596,12 +600,9 @@ class Muon(torch.optim.Optimizer):
                 self._slots.append(Slot(len(self._slots), name, p, g, world, self._tp_group))
                 s = self._slots[-1]
                 if s.sharded and self.reduce_grads and s.home.size != world.size:
-                    raise ValueError(
-                        f"reduce_grads=True, but parameter {name} is a shard on {s.home.size} of "
-                        f"{world.size} ranks: average its gradient before step() instead"
-                    )
-        _agree_on([f"{s.name} {s.dims} {s.p.dtype} {s.muon}" for s in self._slots], world)
-        self._values_agree = world.size == 1 or all(s.sharded for s in self._slots)
+                    lies = f"parameter {name} is a shard on {s.home.size} of {world.size} ranks"
+                    raise ValueError(f"reduce_grads=True, but {lies}: average its gradient before")
+        self._checked = world.size == 1
         for (comm, *_), owned in _share_out(self._slots).items():
             self._rounds.append(Round(self, comm, [owned.get(r, []) for r in range(comm.size)]))
         self._own = {q: {} for r in self._rounds for q in r.mine}
@@ -721,7 +722,7 @@ class Muon(torch.optim.Optimizer):
         """One step; returns the closure's loss. A parameter without gradient stays as it is.
 
         FloatingPointError, on all ranks and before anything changes, if a gradient is not finite;
-        RuntimeError at the first step if a plain parameter is not the same on all ranks.
+        RuntimeError at the first step if the parameters are not the same on all ranks.
         """
         loss = None
         if closure is not None:
@@ -729,8 +730,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._rounds is None:
             self._build()
-        if not self._values_agree:
-            self._check_values()
+        if not self._checked:
+            self._check_alike()
+            self._checked = True
         grads = [self._grad(s) for s in self._slots]
         for r in self._rounds:
             r.start(grads)
@@ -793,19 +795,22 @@ class Muon(torch.optim.Optimizer):
         self.grad_norm = math.nan if bad else math.sqrt(sum(squares))
         return present, bad
 
-    def _check_values(self) -> None:
-        """Plain parameters must be the same on all ranks: not swapped, not left to other seeds."""
-        plain = [s for s in self._slots if not s.sharded]
-        sums = torch.stack([s.p.sum(dtype=torch.float64).nan_to_num() for s in plain])
-        ends = torch.stack([sums, -sums])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._world.group)
-        for s, top, low in zip(plain, *ends.tolist(), strict=True):
-            if top + low > 1e-6 * abs(top):
-                raise RuntimeError(
-                    f"parameter {s.name} differs between ranks: broadcast the model's weights, and "
-                    "give the parameters in the same order, before the first step"
-                )
-        self._values_agree = True
+    def _check_alike(self) -> None:
+        """Names, shapes and the values of plain parameters, once: a swap must not go unnoticed."""
+        plain = [0.0 if s.sharded else s.p.sum(dtype=torch.float64).item() for s in self._slots]
+        lines = [f"{s.name} {s.dims} {s.p.dtype} {s.muon} with sum {x:.6g}"
+                 for s, x in zip(self._slots, plain, strict=True)]  # fmt: skip
+        world, digest = self._world, hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        for message in (digest, lines):  # the lines of all ranks only if the digests differ
+            answers = [None] * world.size
+            dist.all_gather_object(answers, message, group=world.group)
+            if message is digest and set(answers) == {digest}:
+                return
+        row = next(row for row in itertools.zip_longest(*answers) if len(set(row)) > 1)
+        raise RuntimeError(
+            f"parameters differ between ranks: {' / '.join(map(str, row))}; give them in the same "
+            "order everywhere, and broadcast the model's weights, before the first step"
+        )
 
     def _muon(self, r: Round, grads: list[Tensor | None]) -> None:
         limit = 1 if self.deterministic else BATCH.get(r.device.type, 1 << 26)
@@ -891,8 +896,9 @@ class Muon(torch.optim.Optimizer):
             qs, weights, gs = map(list, zip(*items, strict=True))
             group, targets = self._slots[qs[0].slot].group, self._targets(qs, weights)
             gs = [g.to(t.dtype) for g, t in zip(gs, targets, strict=True)]
-            state = ([self._own[q][key] for q in qs] for key in ("exp_avg", "exp_avg_sq", "step"))
-            first, second, steps = state
+            first, second, steps = (
+                [self._own[q][key] for q in qs] for key in ("exp_avg", "exp_avg_sq", "step")
+            )
             adamw(
                 targets, gs, first, second, [], steps, fused=True, amsgrad=False, maximize=False,
                 lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1],
@@ -902,19 +908,6 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_copy_(weights, targets)
             if group["every"] > 1:
                 torch._foreach_zero_([self._own[q]["grad_sum"] for q in qs])
-
-
-def _agree_on(lines: list[str], world: Comm) -> None:
-    """RuntimeError naming the first line that is not the same on all ranks."""
-    for message in (hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines):
-        if world.size > 1:  # the hashes first; the lines only if they differ
-            answers = [None] * world.size
-            dist.all_gather_object(answers, message, group=world.group)
-            if all(answer == message for answer in answers) and message is not lines:
-                return
-    for row in itertools.zip_longest(*answers) if world.size > 1 else ():
-        if len(set(row)) > 1:
-            raise RuntimeError(f"parameters differ between ranks: {' / '.join(map(str, row))}")
 
 
 def param_groups(model: nn.Module, verbose: bool = False, adam: dict | None = None, **muon) -> list:

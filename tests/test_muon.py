@@ -706,7 +706,10 @@ def test_add_param_group_keeps_the_state_of_the_others():
     assert not any(torch.equal(p, b) for p, b in zip(ps + new, before, strict=True))
     with pytest.raises(ValueError, match="lr=-1"):
         opt.add_param_group({"params": params((3, 3)), "lr": -1})
+    with pytest.raises(ValueError, match="1-D"):
+        opt.add_param_group({"params": params((3,))})
     assert len(opt.param_groups) == 4
+    train(opt, ps + new, 1, start=5)
 
 
 def test_grad_scaler_unscales_skips_infs_and_backs_off():

@@ -263,6 +263,17 @@ def test_buffers_live_until_their_collective_is_done_and_a_torn_one_is_noticed()
     assert not any(close(got, want) for got in run_ranks(3, run, True))
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+def test_more_ranks_than_matrices(reduce):
+    def run(rank, world_size):
+        ps = weights([(8, 8), (5,)])
+        opt = Muon(groups(ps, 1, 1), reduce_grads=reduce)
+        train(opt, ps, lambda s, t, k: mean_grad(s, t, k, 1))
+        return [p.detach() for p in ps]
+
+    assert all(close(got, run(0, 1)) for got in run_ranks(4, run))
+
+
 def test_rounds_split_large_shares_and_change_nothing():
     def run(rank, world_size):
         muon.ROUND = 300
