@@ -126,12 +126,12 @@ def fetch(dataset: Dataset, commit: str, name: str, expected: dict, folder: Path
     from huggingface_hub import hf_hub_download
 
     def attempt() -> dict:
-        there = folder / INCOMING  # the cache too: in the user's own, nothing is checked
+        there = folder / INCOMING / name  # the cache too: in the user's own, nothing is checked
+        shutil.rmtree(there, ignore_errors=True)  # what the last attempt left
         path = Path(hf_hub_download(dataset.repo, name, repo_type="dataset", revision=commit,
                                     local_dir=there, cache_dir=there))
         entry, problem = examine(path, expected)
         if problem:
-            path.unlink()
             raise OSError(f"damaged on its way, {problem}")
         path.replace(folder / name)
         return entry
@@ -169,7 +169,7 @@ def fetch_all(dataset: Dataset, commit: str, wanted: dict[str, dict], folder: Pa
                 for path in (folder / INCOMING).rglob("*"):
                     with contextlib.suppress(FileNotFoundError):  # renamed since
                         there += path.stat().st_size
-                bar.update(max(0, there - bar.n))
+                bar.update(max(0, min(there, total) - bar.n))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(folder / INCOMING, ignore_errors=True)

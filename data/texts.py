@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,8 @@ import numpy as np
 from manifest import CORES, MANIFEST, examine, locked, shards_in, write_json
 from shards import DOCUMENT_START, HEADER_BYTES, MAGIC, VERSION, UserError
 
-PIECE = 2**18  # characters; a million spaces at once overflow the stack of tiktoken's pattern
-GROUP = 2**18  # characters that one task tokenizes: enough that handing it over costs nothing
+PIECE = 2**16  # characters that one task tokenizes; more cost memory, less cost time
+AHEAD = 16  # tasks waiting for each core: a busy machine does not leave it idle
 LINE = 2**26  # bytes; a longer line of JSON is refused, not read
 UNFINISHED = "tokenize.tmp"  # where an interrupted run goes on
 
@@ -117,15 +118,17 @@ def encode(pieces: Iterator[tuple[bool, str]], encoding) -> Iterator[tuple[int, 
     def groups() -> Iterator[list[tuple[bool, str]]]:
         for piece in pieces:
             group, size = [piece], len(piece[1])
-            while size < GROUP and (piece := next(pieces, None)):
+            while size < PIECE and (piece := next(pieces, None)):
                 group.append(piece)
                 size += len(piece[1])
             yield group
 
-    ahead = groups()
+    queue = deque()
     with ThreadPoolExecutor(CORES) as pool:
-        while window := list(itertools.islice(ahead, 8 * CORES)):
-            yield from pool.map(work, window)
+        for group in itertools.chain(groups(), [None] * AHEAD * CORES):  # None: no more
+            queue.append(group and pool.submit(work, group))
+            if len(queue) > AHEAD * CORES:
+                yield queue.popleft().result()
 
 
 def slices(groups: Iterator[tuple[int, np.ndarray]], at: list[int],
@@ -171,7 +174,8 @@ def write_split(args, split: str, pieces: Iterator[tuple[bool, str]], state: dic
             write_json(args.out / UNFINISHED, state)
             tqdm.write(f"{name}: {tokens:,} tokens")
     if not shards:
-        raise UserError(f"no document is left for {split}: give more text, or validate on less")
+        raise UserError(f"no document is left for {split}: name other files by --val, or another "
+                        "--val-every; a .txt file is one document")
 
 
 def tokenize(args, encoding) -> None:
