@@ -172,7 +172,7 @@ def fetch_all(dataset: Dataset, commit: str, wanted: dict[str, dict], folder: Pa
                 bar.update(max(0, min(there, total) - bar.n))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        shutil.rmtree(folder / INCOMING, ignore_errors=True)
+    shutil.rmtree(folder / INCOMING)
 
 
 def download(args) -> None:
@@ -198,7 +198,7 @@ def download(args) -> None:
                 write_json(folder / MANIFEST, manifest)
 
     with locked(folder):
-        shutil.rmtree(folder / INCOMING, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(folder / INCOMING, ignore_errors=True)  # of a run that was stopped
         manifest = read_manifest(folder)
         survey(manifest | pins)
         if missing:
