@@ -425,7 +425,8 @@ class Round:
         if not self.reduces:
             return [self.cut(grads, q) for q in self.mine]
         if not self.sharded:
-            sizes, wide = [q.numel for q in self.mine], torch.promote_types(self.dtype, torch.float32)
+            sizes = [q.numel for q in self.mine]
+            wide = torch.promote_types(self.dtype, torch.float32)
             total = self.wait().view(self.comm.size, sum(sizes)).sum(0, dtype=wide)
             parts = total.div_(self.comm.size).split(sizes) if sizes else ()
             return [t.view(q.rows, q.cols) for q, t in zip(self.mine, parts, strict=True)]
@@ -460,11 +461,14 @@ class Round:
         pairs = list(self.arrived(self.held)) if self.comm.size > 1 else []
         views = [self.cut(self.opt._weights, x.q, x.held) for x, _ in pairs]
         new = [t.view_as(view) for (_, t), view in zip(pairs, views, strict=True)]
-        if not self.sharded and new:
-            torch._foreach_copy_(views, new)
-        for (x, _), view, t in zip(pairs, views, new, strict=True) if self.sharded else ():
+        if not self.sharded:
+            return torch._foreach_copy_(views, new) if new else None
+        groups = defaultdict(list)
+        for (x, _), view, t in zip(pairs, views, new, strict=True):
             if present[x.q.slot]:
-                self.opt._apply([x.q], [view], [t])
+                groups[id(self.slots[x.q.slot].group)].append((x.q, view, t))
+        for items in groups.values():
+            self.opt._apply(*map(list, zip(*items, strict=True)))
 
     def exchange(self, parts: list, links: list, back: list, dtype: torch.dtype) -> None:
         """parts[r], or zeros of links' sizes for None, to rank r; back[r] is what comes from it."""
