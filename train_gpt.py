@@ -75,6 +75,7 @@ class Settings:
     head_dim: int = 128  # model_dim is num_heads * head_dim
     mlp_ratio: int = 4  # hidden units of the MLP over model_dim
     value_embed_blocks: tuple[int, ...] = (1, 2, 8, 9, 10)  # blocks whose values get a token's own
+    bigram_rows: int = 251520  # of the table that a token and the one before hash into
     long_window_blocks: tuple[int, ...] = (3, 10)  # blocks that look as far as the long window
     attn_scale: float = 0.12  # softmax scale; queries and keys have norm sqrt(head_dim)
     rope_fraction: float = 0.5  # of a head's dimensions that rotate
@@ -102,6 +103,7 @@ class Settings:
     beta2: float = 0.9  # NorMuon's second moment per neuron; 0 switches it off
     embed_lr: float = 0.3  # token embedding
     value_embed_lr: float = 0.3  # value embeddings
+    bigram_lr: float = 0.3  # bigram table
     head_lr: float = 0.008  # output head
     scalar_lr: float = 0.04  # gains, gates and other small vectors
     adam_betas: tuple[float, float] = (0.8, 0.95)  # decay of Adam's two averages
@@ -128,13 +130,13 @@ CPU = dataclasses.replace(
     train_files="data/sotu_train_*.bin",
     val_file="data/sotu_val_000000.bin",
     **dict(val_tokens=0, vocab_size=2048, rows="stream"),
-    **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3)),
-    **dict(long_window_blocks=(), attn_scale=0.18, cooldown_frac=0.5, cooldown_floor=0.0),
-    **dict(train_steps=1200, stage_ends=(1.0,), batch_tokens=(2048,), seq_len=(128,)),
+    **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3), bigram_rows=8192),
+    **dict(long_window_blocks=(), attn_scale=0.3, cooldown_frac=0.5, cooldown_floor=0.0),
+    **dict(train_steps=800, stage_ends=(1.0,), batch_tokens=(2048,), seq_len=(128,)),
     **dict(max_document=(128,), short_window=(128,), long_window=(128,), stage_lr=(1.0,)),
-    **dict(lr=0.05, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
-    **dict(weight_decay=0.0, cautious=False, beta2=0.0),
-    **dict(embed_lr=0.025, value_embed_lr=0.025, head_lr=0.01, scalar_lr=0.025),
+    **dict(lr=0.03, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
+    **dict(weight_decay=0.0, cautious=False, beta2=0.95, head_lr=0.01, scalar_lr=0.025),
+    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05),
     **dict(val_every=400, val_seq_len=128, val_windows=(128, 128), micro_batch_tokens=4096),
     **dict(compile=False, sample_tokens=80, target=1.385, timeout=60),
 )
@@ -158,8 +160,8 @@ def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="./run.sh",
         allow_abbrev=False,
-        description="Train a GPT. Every setting is a flag; tuples are written a,b,c.",
-        epilog="Defaults are the gpu preset's, in brackets the cpu preset's where it differs.",
+        description="Train a GPT. Every setting is a flag, tuples are written a,b,c; defaults are"
+        " the gpu preset's, in brackets the cpu preset's where it differs.",
     )
     parser.error, flag = refuse, parser.add_argument
     flag("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
@@ -194,8 +196,7 @@ def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
 def check_settings(s: Settings, world_size: int) -> None:
     """Raise UserError for whatever cannot run, with the value and what would."""
     stages = len(s.stage_ends)
-    per_stage = ("batch_tokens", "seq_len", "max_document", "short_window", "long_window")
-    for name in (*per_stage, "stage_lr"):
+    for name in "batch_tokens seq_len max_document short_window long_window stage_lr".split():
         if len(getattr(s, name)) != stages:
             raise UserError(f"--{name} {getattr(s, name)}: one value for each of {stages} stages")
     if list(s.stage_ends) != sorted(s.stage_ends) or s.stage_ends[-1] != 1.0:
@@ -204,7 +205,7 @@ def check_settings(s: Settings, world_size: int) -> None:
         raise UserError(f"--vocab_size {s.vocab_size}: from 257 (bytes) to 50257")
     if s.rows not in shards.ROW_MAKERS:
         raise UserError(f"--rows {s.rows}: there are {', '.join(shards.ROW_MAKERS)}")
-    for name in ("train_steps", "num_layers", "num_heads", "epochs", "log_every", "val_seq_len"):
+    for name in "train_steps num_layers num_heads bigram_rows epochs log_every val_seq_len".split():
         if getattr(s, name) < 1:
             raise UserError(f"--{name} {getattr(s, name)}: at least 1")
     if s.head_dim < 4 or s.head_dim % 4 or s.model_dim < 12:
@@ -356,10 +357,10 @@ class Block(nn.Module):
     def __init__(self, s: Settings):
         super().__init__()
         self.attn, self.mlp = Attention(s), MLP(s)
-        self.mix = nn.Parameter(torch.empty(2))  # of the stream, and of the embedding x0
+        self.mix = nn.Parameter(torch.empty(3))  # of stream, token embedding, bigram embedding
 
-    def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, rotary, seen) -> Tensor:
-        x = x * self.mix[0] + x0 * self.mix[1]
+    def forward(self, x: Tensor, x0: Tensor, bigram: Tensor, value, rotary, seen) -> Tensor:
+        x = x * self.mix[0] + x0 * self.mix[1] + bigram * self.mix[2]
         x = x + self.attn(norm(x), value, rotary, seen)
         return x + self.mlp(norm(x))
 
@@ -370,6 +371,7 @@ class GPT(nn.Module):
         padded = -(-s.vocab_size // 64) * 64  # a head that tensor cores like
         self.softcap, self.document_start = s.softcap, s.vocab_size - 1
         self.embed = nn.Parameter(torch.empty(padded, s.model_dim))
+        self.bigram = nn.Parameter(torch.empty(s.bigram_rows, s.model_dim))
         self.smear = nn.Parameter(torch.empty(13))  # weights of 12 dimensions, and the strength
         self.value_embeds = nn.ParameterDict(
             {str(i): nn.Parameter(torch.empty(padded, s.model_dim)) for i in s.value_embed_blocks}
@@ -377,24 +379,28 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.num_layers))
         self.lm_head = nn.Parameter(torch.empty(padded, s.model_dim))
         self.long = [i in s.long_window_blocks for i in range(s.num_layers)]
-        cos, sin = rotary_tables(max(*s.seq_len, s.val_seq_len), s)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        tables = rotary_tables(max(*s.seq_len, s.val_seq_len), s)
+        for name, table in zip(("cos", "sin"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
 
     def hidden(self, ids: Tensor, segments: Tensor, windows: tuple[int, int]) -> Tensor:
         """(B, T) ids -> (B, T, C) of the last block, normed."""
         T = ids.size(1)
         seen = {w: sight(segments, w, T) for w in set(windows)}
         rotary = self.cos[:T].to(self.embed.dtype), self.sin[:T].to(self.embed.dtype)
+        # no document sees the one before: its first token stands alone
+        start, begins = self.document_start, ids == self.document_start
+        before = F.pad(ids[:, :-1], (1, 0), value=start).masked_fill(begins, start)
+        pair = (36313 * ids) ^ (27191 * before)
+        bigram = F.embedding(pair % self.bigram.size(0), self.bigram)
         x = F.embedding(ids, self.embed)
         gate = self.smear[12] * torch.sigmoid(x[:, 1:, :12] @ self.smear[:12, None].to(x.dtype))
-        gate = gate * (ids[:, 1:, None] != self.document_start)  # no document sees the one before
-        x = norm(torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1))
-        x0 = x
+        gate = gate.masked_fill(begins[:, 1:, None], 0)
+        x0 = x = norm(torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1))
         for i, block in enumerate(self.blocks):
             table = self.value_embeds.get(str(i), None)
             value = None if table is None else F.embedding(ids, table)
-            x = block(x, x0, value, rotary, seen[windows[self.long[i]]])
+            x = block(x, x0, bigram, value, rotary, seen[windows[self.long[i]]])
         return norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -416,12 +422,12 @@ def init_parameters(model: GPT, s: Settings) -> None:
         top, last = name.split(".")[0], name.split(".")[-1]
         if last in ("qkv", "fc"):
             p.uniform_(-bound, bound, generator=generator)
-        elif last in ("proj", "lm_head", "smear"):
+        elif last in ("proj", "lm_head", "smear", "bigram"):
             p.zero_()
         elif top in ("embed", "value_embeds"):
             p.normal_(std=1.0 if top == "embed" else 0.01, generator=generator)
         elif last == "mix":
-            p.copy_(torch.tensor([1.0, 0.0]))
+            p.copy_(torch.tensor([1.0, 0.0, 0.05]))
         else:
             raise AssertionError(f"no initial value is defined for {name}")
 
@@ -438,14 +444,11 @@ def build_model(s: Settings, device: torch.device) -> GPT:
 
 def build_optimizer(model: GPT, s: Settings) -> Muon:
     """Muon for the blocks' matrices, Adam for the rest; each parameter is in one group."""
+    rates = dict(embed=s.embed_lr, value_embeds=s.value_embed_lr, bigram=s.bigram_lr)
+    rates |= dict(lm_head=s.head_lr, scalar=s.scalar_lr)
     adam = dict(use_muon=False, betas=s.adam_betas, eps=s.adam_eps, weight_decay=0.0)
-    groups = dict(
-        blocks=dict(lr=s.lr, weight_decay=s.weight_decay),
-        embed=dict(lr=s.embed_lr, **adam),
-        value_embeds=dict(lr=s.value_embed_lr, **adam),
-        lm_head=dict(lr=s.head_lr, **adam),
-        scalar=dict(lr=s.scalar_lr, **adam),
-    )
+    groups = {name: dict(lr=lr, **adam) for name, lr in rates.items()}
+    groups["blocks"] = dict(lr=s.lr, weight_decay=s.weight_decay)
     for name, p in model.named_parameters():
         group = groups[name.split(".")[0] if p.ndim >= 2 else "scalar"]
         group.setdefault("params", []).append(p)
@@ -477,8 +480,8 @@ def count_rows(s: Settings) -> list[tuple[int, int, int]]:
 
 def survey_data(s: Settings, vocabulary: Vocabulary) -> tuple[list[Path], list[dict]]:
     """The training files that the schedule reads, and the log's entry of every shard; UserError."""
-    files = (ROOT / s.train_files, ROOT / s.val_file)
-    return shards.survey(*files, s.val_tokens, count_rows(s), s.rows, s.epochs, vocabulary)
+    train, val, shapes = ROOT / s.train_files, ROOT / s.val_file, count_rows(s)
+    return shards.survey(train, val, s.val_tokens, shapes, s.rows, s.epochs, vocabulary)
 
 
 class Batch(NamedTuple):
@@ -583,8 +586,8 @@ def join_ranks(s: Settings) -> Ranks:
         torch.cuda.set_device(device)
     if world_size > 1:
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        limit = datetime.timedelta(seconds=s.timeout)
-        dist.init_process_group(backend, timeout=limit, device_id=device_id)
+        wait = datetime.timedelta(seconds=s.timeout)
+        dist.init_process_group(backend, timeout=wait, device_id=device_id)
     return Ranks(rank, world_size, device)
 
 
@@ -650,9 +653,8 @@ class Run:
 
 def peak_memory(device: torch.device) -> float:
     """Of this rank so far, in MiB: the GPU's where there is one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else host
 
 
 def keep_code(log_dir: Path) -> dict[str, str]:
@@ -669,7 +671,6 @@ def keep_code(log_dir: Path) -> dict[str, str]:
 
 def header(s: Settings, run: Run, entries: list[dict], num_params: int) -> dict:
     """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
-    tracks = [name for name, p in PRESETS.items() if dataclasses.replace(s, seed=p.seed) == p]
     device, cpu = platform.machine(), Path("/proc/cpuinfo")
     if run.ranks.device.type == "cuda":
         device = torch.cuda.get_device_name()
@@ -680,7 +681,7 @@ def header(s: Settings, run: Run, entries: list[dict], num_params: int) -> dict:
     return dict(
         run_id=run.path.stem,
         time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        track=tracks[0] if tracks else "custom",
+        track=s.preset if dataclasses.replace(PRESETS[s.preset], seed=s.seed) == s else "custom",
         seed=s.seed,
         settings=dataclasses.asdict(s),
         code=keep_code(run.path.parent),
@@ -901,8 +902,8 @@ def train_and_close(run: Run, *what) -> int:
     except Exception as error:
         if not isinstance(error, (ArithmeticError, UserError)):
             traceback.print_exc()
-        first_line = str(error).strip().split("\n")[0]
-        status, reason = "failed", f"{type(error).__name__} at step {run.step}: {first_line}"
+        what = str(error).strip().split("\n")[0]
+        status, reason = "failed", f"{type(error).__name__} at step {run.step}: {what}"
         if isinstance(error, torch.OutOfMemoryError):
             reason += "; a smaller --micro_batch_tokens needs less memory for the same maths"
     run.close(status, reason)
@@ -915,9 +916,8 @@ def train_and_close(run: Run, *what) -> int:
 def keep_memory() -> None:
     """Let freed memory stay with the process: fetching it anew takes a sixth of a CPU step."""
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD, bytes
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+        for option, size in ((-3, 2**30), (-1, 2**31 - 1)):  # M_MMAP_ and M_TRIM_THRESHOLD, bytes
+            ctypes.CDLL(None).mallopt(option, size)
 
 
 def main(argv: list[str]) -> int:
@@ -925,12 +925,12 @@ def main(argv: list[str]) -> int:
     try:
         s, args = parse_arguments(argv)
         check_settings(s, int(os.environ.get("WORLD_SIZE", 1)))
+        vocabulary = Vocabulary(s.vocab_size)
         if args.shards_needed:
             print(shards.count_fineweb(s.train_files, count_rows(s), s.rows))
-            return 0
-        vocabulary = Vocabulary(s.vocab_size)
-        if args.check:
+        elif args.check:
             survey_data(s, vocabulary)
+        if args.shards_needed or args.check:
             return 0
         ranks = join_ranks(s)
         files, entries = ranks.from_first(lambda: survey_data(s, vocabulary))

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET = {"train_gpt.py": 950, "muon.py": 600, "data/fineweb.py": 400, "records/record.py": 550}
+BUDGET = {  # lines; what a file needs beyond must earn it
+    **{"train_gpt.py": 950, "muon.py": 950, "data/fineweb.py": 400, "data/shards.py": 300},
+    **{"records/record.py": 550, "records/evidence.py": 600, "README.md": 180},
+}
 
 
 def tracked(pattern: str) -> list[Path]:
@@ -95,10 +98,8 @@ def test_help_needs_no_hardware_and_lists_the_flags():
 
 def test_line_budgets_hold():
     for name, budget in BUDGET.items():
-        if (ROOT / name).exists():
-            count = len((ROOT / name).read_text().splitlines())
-            assert count <= budget, f"{name} has {count} lines, {budget} are allowed"
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+        count = len((ROOT / name).read_text().splitlines())
+        assert count <= budget, f"{name} has {count} lines, {budget} are allowed"
 
 
 def test_readme_names_every_file_with_its_lines():

@@ -27,12 +27,13 @@ TINY = dataclasses.replace(
     **dict(vocab_size=257, num_layers=3, num_heads=2, head_dim=16, value_embed_blocks=(1,)),
     **dict(train_steps=6, batch_tokens=(256,), seq_len=(32,), max_document=(32,)),
     **dict(short_window=(32,), long_window=(32,), val_seq_len=32, val_windows=(32, 32)),
-    **dict(micro_batch_tokens=256, val_every=0, log_every=1, sample_tokens=4, lr=0.02),
+    **dict(micro_batch_tokens=256, val_every=0, log_every=1, sample_tokens=4, bigram_rows=512),
 )
 # the gpu preset's shape of everything, small: stages, windows, long rows of whole documents
 TINY_GPU = dataclasses.replace(
     t.Settings(),
     **dict(vocab_size=257, num_layers=4, num_heads=2, head_dim=16, train_steps=8),
+    **dict(bigram_rows=512, bigram_lr=0.05, embed_lr=0.05, value_embed_lr=0.05),
     **dict(value_embed_blocks=(1, 3), long_window_blocks=(1, 3), stage_ends=(0.5, 0.75, 1.0)),
     **dict(batch_tokens=(256, 512, 512), seq_len=(64, 128, 128), max_document=(24, 40, 40)),
     **dict(short_window=(4, 8, 8), long_window=(8, 16, 24), stage_lr=(1.0, 1.5, 1.5)),
@@ -484,7 +485,8 @@ def test_a_log_is_never_overwritten(short_flags, tmp_path):
 def test_a_nan_stops_the_run_before_the_step_and_marks_the_log_failed(tmp_path, monkeypatch):
     def poisoned(forward, optimizer, batches, step, s, ranks):
         if step == 2:
-            next(iter(optimizer.param_groups[0]["params"])).data.view(-1)[0] = math.nan
+            matrices = next(g["params"] for g in optimizer.param_groups if g["use_muon"])
+            matrices[0].data.view(-1)[0] = math.nan
         return train_step(forward, optimizer, batches, step, s, ranks)
 
     train_step = t.train_step
