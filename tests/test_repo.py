@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {  # lines; what a file needs beyond must earn it
-    **{"train_gpt.py": 950, "muon.py": 950, "data/fineweb.py": 400, "data/shards.py": 300},
-    **{"records/record.py": 550, "records/evidence.py": 600, "README.md": 180},
+    "train_gpt.py": 950, "muon.py": 950, "data/fineweb.py": 400, "data/shards.py": 300,
+    "records/record.py": 550, "records/evidence.py": 600, "README.md": 180,
 }
 
 
@@ -27,18 +28,27 @@ def tracked(pattern: str) -> list[Path]:
     return [ROOT / name for name in files if (ROOT / name).is_file()]
 
 
-def run_sh(*arguments: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+def start_sh(*arguments: str, folder: Path = ROOT, **variables: str) -> subprocess.Popen:
     """run.sh of `folder`, from another folder, in this test's own virtual environment."""
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "OMP_NUM_THREADS")}
-    return subprocess.run(
+    return subprocess.Popen(
         [str(folder / "run.sh"), *arguments],
         cwd="/",
         env={**environment, "VIRTUAL_ENV": sys.prefix, **variables},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
     )
+
+
+def run_sh(*arguments: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    process = start_sh(*arguments, folder=folder, **variables)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +72,25 @@ def test_run_sh_trains_from_any_folder_by_any_path(copy):
     log = Path(lines[-1].removeprefix("log: "))
     assert log.is_absolute() and log.parent == copy / "logs" and log.exists()
     assert "no NVIDIA GPU" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+def test_two_machines_train_like_one_with_as_many_ranks(tmp_path):
+    flags = ["--train_steps=3", "--val_tokens=2000", "--sample_tokens=0", f"--log_dir={tmp_path}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [start_sh(*flags, NODE_RANK=rank, **shared) for rank in "01"]
+    try:
+        said = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], said
+    one = run_sh(*flags, NPROC="2")
+    last = [out.split("step:3/3 ")[1].split()[0] for out in (said[0][0], one.stdout)]
+    assert last[0] == last[1] and "val_loss" in last[0]
 
 
 @pytest.mark.parametrize(
