@@ -131,14 +131,14 @@ CPU = dataclasses.replace(
     val_file="data/sotu_val_000000.bin",
     **dict(val_tokens=0, vocab_size=2048, rows="stream"),
     **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3), bigram_rows=16384),
-    **dict(long_window_blocks=(), attn_scale=0.35, rope_fraction=1.0),
-    **dict(train_steps=720, cooldown_frac=0.5, cooldown_floor=0.0, stage_ends=(1.0,)),
+    **dict(long_window_blocks=(), attn_scale=0.25, rope_fraction=1.0),
+    **dict(train_steps=700, cooldown_frac=0.5, cooldown_floor=0.0, stage_ends=(1.0,)),
     **dict(batch_tokens=(2048,), seq_len=(128,), max_document=(128,), stage_lr=(1.0,)),
     **dict(short_window=(128,), long_window=(128,), val_seq_len=128, val_windows=(128, 128)),
     **dict(lr=0.04, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
     **dict(weight_decay=0.0, cautious=False, beta2=0.95, head_lr=0.01, scalar_lr=0.025),
-    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.1, micro_batch_tokens=4096),
-    **dict(val_every=360, compile=False, sample_tokens=80, target=1.385, timeout=60),
+    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096),
+    **dict(val_every=350, compile=False, sample_tokens=80, target=1.385, timeout=60),
 )
 PRESETS = {"gpu": Settings(), "cpu": CPU}
 
