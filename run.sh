@@ -41,6 +41,11 @@ count_gpus() {
     fi
 }
 
+# ranks talk over the loopback interface, which a sandbox without network may have down
+if ! (exec 3<>/dev/udp/127.0.0.1/9) 2>/dev/null; then
+    ip link set lo up 2>/dev/null || fail "the loopback interface is down: ip link set lo up"
+fi
+
 if [[ ${1:-} == test ]]; then
     shift
     setup requirements-dev.txt

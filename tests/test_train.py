@@ -361,6 +361,7 @@ def short_flags(tmp_path_factory) -> list[str]:
     return [*steps, f"--log_dir={logs}"]
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_and_its_log_reads_back(short_flags):
     log = run(*short_flags)
     header, end = log[0], log[-1]
@@ -385,6 +386,7 @@ def test_a_short_run_learns_and_its_log_reads_back(short_flags):
     assert kept == set(header["code"]) == {"train_gpt.py", "muon.py", "shards.py"}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_one_and_validation_does_not_disturb(short_flags):
     one = run(*short_flags, "--val_every=0")
     two = run(*short_flags, "--val_every=7", ranks=2)
