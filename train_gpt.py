@@ -902,8 +902,8 @@ def train_and_close(run: Run, *what) -> int:
     except Exception as error:
         if not isinstance(error, (ArithmeticError, UserError)):
             traceback.print_exc()
-        what = str(error).strip().split("\n")[0]
-        status, reason = "failed", f"{type(error).__name__} at step {run.step}: {what}"
+        told = str(error).strip().split("\n")[0]
+        status, reason = "failed", f"{type(error).__name__} at step {run.step}: {told}"
         if isinstance(error, torch.OutOfMemoryError):
             reason += "; a smaller --micro_batch_tokens needs less memory for the same maths"
     run.close(status, reason)

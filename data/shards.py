@@ -68,19 +68,6 @@ def inspect_shard(path: str | Path) -> dict:
     return {"name": Path(path).name, **entry}
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Write uint16 GPT-2 tokens as a shard, under a temporary name until it is whole."""
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    part = Path(f"{path}.tmp")
-    with open(part, "wb") as file:
-        file.write(header.tobytes())
-        file.write(np.ascontiguousarray(tokens, "<u2").tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
 def read_merges() -> list[list[int]]:
     """GPT-2's 50,000 merges: row r makes token 256 + r from two earlier ids."""
     return np.fromfile(ROOT / MERGES, "<u2").reshape(-1, 2).tolist()

@@ -1,4 +1,4 @@
-"""What only a GPU can tell, in one command: `python tests/gpu_check.py` on one GPU, 9 minutes.
+"""What only a GPU can tell, in one command on one GPU: `python tests/gpu_check.py`.
 
 Prints, last, a table: attention against the masked reference, each stage of the gpu preset at the
 shape that one of 8 GPUs has (ms, tokens per second, share of the GEMM ceiling, memory), and a small

@@ -43,6 +43,12 @@ TINY_GPU = dataclasses.replace(
 )
 
 
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = shards.MAGIC, shards.VERSION, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+
 def loader(s: t.Settings, ranks: t.Ranks = ALONE) -> t.Loader:
     return t.Loader(s, ranks, shards.Vocabulary(s.vocab_size))
 
@@ -192,7 +198,7 @@ def positions(tmp_path: Path, counts: list[int], every: int) -> list[Path]:
     tokens[::every] = 50256
     ends = np.cumsum(counts)
     for i, (end, count) in enumerate(zip(ends, counts, strict=True)):
-        shards.write_shard(tmp_path / f"p_train_{i:06}.bin", tokens[end - count : end])
+        write_shard(tmp_path / f"p_train_{i:06}.bin", tokens[end - count : end])
     return sorted(tmp_path.glob("p_train_*.bin"))
 
 
@@ -316,8 +322,7 @@ def test_warm_up_leaves_no_trace(s):
 @pytest.mark.slow
 def test_compiled_and_eager_give_the_same_losses():
     told, _ = first_steps(0, 1, TINY, steps=3)
-    flags = [f"--{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in TINY_FLAGS]
-    log = run(*flags, "--compile")
+    log = run(*TINY_FLAGS, "--compile")
     losses = [line["loss"] for line in log if line["kind"] == "step"][:3]
     assert np.allclose(losses, [loss for loss, _ in told], rtol=1e-4)
 
@@ -326,9 +331,9 @@ def test_compiled_and_eager_give_the_same_losses():
 # the script as a user runs it
 
 TINY_FLAGS = [
-    (f.name, getattr(TINY, f.name))
+    f"--{f.name}={','.join(map(str, v)) if isinstance(v, tuple) else v}"
     for f in dataclasses.fields(TINY)
-    if f.type is not bool and f.name != "preset" and getattr(TINY, f.name) != getattr(t.CPU, f.name)
+    if f.type is not bool and (v := getattr(TINY, f.name)) != getattr(t.CPU, f.name)
 ]
 
 
@@ -424,7 +429,7 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(flag, capsys, tmp_path):
 
 
 def damage(tokens: np.ndarray, path: Path, how: str) -> None:
-    shards.write_shard(path, tokens)
+    write_shard(path, tokens)
     whole = path.read_bytes()
     header = np.frombuffer(whole[:1024], "<i4").copy()
     header[{"magic": 0, "version": 1, "count": 2, "huge": 2}.get(how, 9)] = {
@@ -446,7 +451,7 @@ def damage(tokens: np.ndarray, path: Path, how: str) -> None:
 def test_a_damaged_shard_is_named_before_anything_starts(tmp_path, capsys, how, split):
     tokens = np.arange(6000, dtype=np.uint16)
     for name in ("train", "val"):
-        shards.write_shard(tmp_path / f"x_{name}.bin", tokens)
+        write_shard(tmp_path / f"x_{name}.bin", tokens)
     bad = tmp_path / f"x_{split}.bin"
     if how == "id":
         tokens[77] = 50300
@@ -494,8 +499,7 @@ def test_a_nan_stops_the_run_before_the_step_and_marks_the_log_failed(tmp_path, 
     train_step = t.train_step
     monkeypatch.setattr(t, "warm_up", lambda *_: None)
     monkeypatch.setattr(t, "train_step", poisoned)
-    flags = [f"--{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in TINY_FLAGS]
-    assert t.main(["--preset", "cpu", f"--log_dir={tmp_path}", "--run_id=nan", *flags]) == 1
+    assert t.main(["--preset", "cpu", f"--log_dir={tmp_path}", "--run_id=nan", *TINY_FLAGS]) == 1
     lines = [json.loads(line) for line in (tmp_path / "nan.jsonl").read_text().splitlines()]
     assert lines[-1]["status"] == "failed" and "step 2" in lines[-1]["reason"]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [0, 1]
