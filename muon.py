@@ -789,7 +789,7 @@ class Muon(torch.optim.Optimizer):
             some = [(q.slot, g) for q, g in zip(r.mine, gs, strict=True) if g is not None]
             if some and r.share:
                 slots, gs = zip(*some, strict=True)
-                norms = torch.stack(torch._foreach_norm(gs, dtype=wide)).square_().mul_(r.share)
+                norms = _norms(gs, wide).square_().mul_(r.share)
                 squares.index_add_(0, torch.tensor(slots, device=device), norms.to(device))
         stats = torch.stack([present, squares])
         if self._world.size > 1:
@@ -912,6 +912,16 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_copy_(weights, targets)
             if group["every"] > 1:
                 torch._foreach_zero_([self._own[q]["grad_sum"] for q in qs])
+
+
+def _norms(ts: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    """The L2 norm of each tensor, in `wide`; on a CPU, where fp64 is slow, only if fp32 fails."""
+    if ts[0].device.type == "cpu":
+        dtype = torch.promote_types(ts[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(ts, dtype=dtype)).to(wide)
+        if norms.max() < 1e15 and norms.min() > 1e-15:  # no square is lost, and none is NaN
+            return norms
+    return torch.stack(torch._foreach_norm(ts, dtype=wide))
 
 
 def param_groups(model: nn.Module, verbose: bool = False, adam: dict | None = None, **muon) -> list:

@@ -79,7 +79,7 @@ if ((nnodes > 1)); then
 else
     rendezvous=(--standalone)
 fi
-launch=("$python" -m torch.distributed.run "${rendezvous[@]}" --nproc_per_node "$nproc")
+launch=("$python" harness.py "${rendezvous[@]}" --nproc_per_node "$nproc")  # torchrun
 
 if [[ ${1:-} == record ]]; then
     shift
@@ -87,7 +87,10 @@ if [[ ${1:-} == record ]]; then
 fi
 
 for flag in "$@"; do
-    if [[ $flag == --help || $flag == -h ]]; then exec "$python" train_gpt.py --help; fi
+    case $flag in
+        --help | -h) exec "$python" train_gpt.py --help ;;
+        --sample | --sample=*) exec "$python" train_gpt.py "$@" ;;
+    esac
 done
 if ((gpus > 0)); then
     shards=$("$python" train_gpt.py --shards_needed "$@")

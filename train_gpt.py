@@ -6,6 +6,8 @@
 
 One script for one process or many, on GPUs or a CPU: what differs between the tracks is a setting.
 Only the process group, attention, the dtype and the clock's synchronization look at the device.
+The optimizer is muon.py's, the data come from data/shards.py, and harness.py has what is around a
+run: ranks, clock, log, checkpoints.
 """
 
 from time import perf_counter as now
@@ -13,24 +15,16 @@ from time import perf_counter as now
 PROCESS_START = now()  # a run's wall clock starts before torch is imported
 
 import argparse
-import contextlib
 import copy
-import ctypes
 import dataclasses
 import datetime
-import hashlib
 import inspect
-import json
 import math
 import os
-import platform
 import re
-import resource
 import secrets
 import shutil
-import signal
 import sys
-import traceback
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +35,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-# a record's frozen copy lies deeper than the repository's root, and brings its own shards.py
-ROOT = next((p for p in (HERE, *HERE.parents) if (p / "data/shards.py").exists()), HERE)
-sys.path.append(str(ROOT / "data"))
-
+import harness
 import shards
-from shards import UserError, Vocabulary
-
+from harness import ROOT, Ranks, Run, UserError
 from muon import Muon
+from shards import Vocabulary
 
 # ------------------------------------------------------------------------------------------------
 # settings
@@ -113,7 +102,9 @@ class Settings:
     val_seq_len: int = 65536  # tokens of a validation row
     val_windows: tuple[int, int] = (768, 2560)  # short and long window of validation, tokens
     micro_batch_tokens: int = 65536  # per forward and rank, at most; less memory, the same maths
+    head_rows: int = 8192  # tokens whose logits are there at a time; less memory, the same maths
     compile: bool = True  # torch.compile, before the clock starts
+    save_every: int = 0  # steps between checkpoints, and one at the end or at a signal; 0: none
     log_every: int = 10  # steps between lines of the log
     sample_tokens: int = 0  # tokens of generated text at the end
     target: float = 3.28  # the track's goal: nats per token (gpu), bits per byte (cpu)
@@ -137,10 +128,12 @@ CPU = dataclasses.replace(
     **dict(short_window=(128,), long_window=(128,), val_seq_len=128, val_windows=(128, 128)),
     **dict(lr=0.04, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
     **dict(weight_decay=0.0, cautious=False, beta2=0.95, head_lr=0.01, scalar_lr=0.025),
-    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096),
+    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096, head_rows=64),
     **dict(val_every=350, compile=False, sample_tokens=80, target=1.385, timeout=60),
 )
 PRESETS = {"gpu": Settings(), "cpu": CPU}
+# whatever these are, a run stays the same: they may change when it goes on from a checkpoint
+HABITS = "val_every log_every save_every sample_tokens micro_batch_tokens head_rows compile timeout"
 
 
 def parse_flag(field: dataclasses.Field, text: str):
@@ -152,7 +145,10 @@ def parse_flag(field: dataclasses.Field, text: str):
 
 
 def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
-    """Flags -> settings, and what is not a setting: run_id, log_dir, check, shards_needed."""
+    """Flags -> settings, and what is none: run_id, log_dir, resume, sample, check, shards_needed.
+
+    With --resume the checkpoint's settings take the preset's place, and `resume` is what it holds.
+    """
 
     def refuse(message: str):
         raise UserError(f"{message}; `./run.sh --help` lists the flags")
@@ -166,6 +162,8 @@ def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
     parser.error, flag = refuse, parser.add_argument
     flag("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
     flag("--log_dir", type=Path, default=ROOT / "logs", help="folder of the log (logs)")
+    flag("--resume", type=Path, help="a checkpoint, or a folder of them: go on from the newest")
+    flag("--sample", help="print a text's continuation by the checkpoint of --resume, and stop")
     flag("--check", action="store_true", help="check settings and data, and stop")
     flag("--shards_needed", action="store_true", help="print the FineWeb shards to fetch, and stop")
     # a field's trailing comment is its help: the source and --help say the same
@@ -179,7 +177,15 @@ def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
     preset = args.preset or ("gpu" if torch.cuda.is_available() else "cpu")
     if preset not in PRESETS:
         raise UserError(f"--preset {preset}: there are {', '.join(PRESETS)}")
-    changes = {}
+    base, changes = PRESETS[preset], {}
+    args.changed = []  # since the run to resume was started
+    if args.resume:
+        args.resume = harness.read_checkpoint(args.resume, CHECKPOINT)
+        if args.resume["settings"].keys() != {field.name for field in dataclasses.fields(Settings)}:
+            raise UserError("--resume: a checkpoint of another version of train_gpt.py")
+        base = Settings(**args.resume["settings"])
+        if args.preset not in (None, base.preset):
+            raise UserError(f"--preset {preset}: the run to resume has {base.preset}")
     for field in dataclasses.fields(Settings)[1:]:
         value = getattr(args, field.name)
         try:
@@ -188,9 +194,16 @@ def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
         except ValueError:
             kind = getattr(field.type, "__name__", field.type)
             raise UserError(f"--{field.name} {value}: not of type {kind}") from None
+        old = getattr(base, field.name)
+        if args.resume and changes.get(field.name, old) != old:
+            if field.name not in HABITS.split():
+                raise UserError(f"--{field.name} {value}: the run to resume has {old}")
+            args.changed.append(f"--{field.name} {value} (was {old})")
     if args.run_id and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", args.run_id):
         raise UserError(f"--run_id {args.run_id!r}: letters, digits, '.', '_', '-', at most 64")
-    return dataclasses.replace(PRESETS[preset], **changes), args
+    if args.sample is not None and not args.resume:
+        raise UserError("--sample: needs --resume CHECKPOINT")
+    return dataclasses.replace(base, **changes), args
 
 
 def check_settings(s: Settings, world_size: int) -> None:
@@ -365,11 +378,50 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def squash(x: Tensor) -> Tensor:
+    """The head's products -> sigmoid((x + 5) / 7.5) in fp32: a logit over softcap."""
+    return x.float().add_(5).div_(7.5).sigmoid_()
+
+
+class HeadLoss(torch.autograd.Function):
+    """Summed cross-entropy in nats of softcap * squash(hidden @ weight.T), gradients along with it.
+
+    hidden (N, C), weight (V, C), targets (N,), negative where nothing is predicted. No more than
+    `rows` rows of logits are there at a time, and no gradient of them ever: on a CPU they stay in
+    the cache, on a GPU they are most of the memory.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, softcap: float, rows: int) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        grads = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for i in range(0, len(hidden), rows):
+            x, y = hidden[i : i + rows], targets[i : i + rows, None]
+            known, y = y >= 0, y.clamp(min=0)
+            s = squash(F.linear(x, weight))
+            p = torch.exp(softcap * s)  # no more than exp(softcap): needs no maximum
+            sums = p.sum(-1, keepdim=True)
+            total += (sums.log() - softcap * s.gather(1, y)).masked_fill_(~known, 0).sum()
+            if ctx.needs_input_grad[0]:
+                # (p - onehot) ds, where s's slope is softcap / 7.5 s (1 - s)
+                p.div_(sums).scatter_add_(1, y, torch.full_like(sums, -1)).mul_(known)
+                g = p.mul_(s).addcmul_(p, s, value=-1).mul_(softcap / 7.5).to(x.dtype)
+                grads[0][i : i + rows] = g @ weight
+                grads[1].add_(g.mT @ x)
+        ctx.save_for_backward(grads[0], grads[1].to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return *(g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None, None
+
+
 class GPT(nn.Module):
     def __init__(self, s: Settings):
         super().__init__()
         padded = -(-s.vocab_size // 64) * 64  # a head that tensor cores like
-        self.softcap, self.document_start = s.softcap, s.vocab_size - 1
+        self.softcap, self.head_rows = s.softcap, s.head_rows
+        self.document_start = s.vocab_size - 1
         self.embed = nn.Parameter(torch.empty(padded, s.model_dim))
         self.bigram = nn.Parameter(torch.empty(s.bigram_rows, s.model_dim))
         self.smear = nn.Parameter(torch.empty(13))  # weights of 12 dimensions, and the strength
@@ -405,12 +457,12 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V) in fp32, between 0 and softcap."""
-        return self.softcap * torch.sigmoid((F.linear(hidden, self.lm_head).float() + 5) / 7.5)
+        return self.softcap * squash(F.linear(hidden, self.lm_head))
 
     def forward(self, ids, targets, segments, windows: tuple[int, int]) -> Tensor:
         """Summed cross-entropy in nats over the targets, (B, T), that are not negative."""
-        logits = self.logits(self.hidden(ids, segments, windows)).flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
+        hidden = self.hidden(ids, segments, windows).flatten(0, 1)
+        return HeadLoss.apply(hidden, self.lm_head, targets.flatten(), self.softcap, self.head_rows)
 
 
 @torch.no_grad()
@@ -451,7 +503,7 @@ def build_optimizer(model: GPT, s: Settings) -> Muon:
     groups["blocks"] = dict(lr=s.lr, weight_decay=s.weight_decay)
     for name, p in model.named_parameters():
         group = groups[name.split(".")[0] if p.ndim >= 2 else "scalar"]
-        group.setdefault("params", []).append(p)
+        group.setdefault("params", []).append((name, p))
         group["initial_lr"] = group["lr"]
     groups = [group for group in groups.values() if "params" in group]
     return Muon(groups, cautious=s.cautious, beta2=s.beta2 or None, reduce_grads=True)
@@ -525,8 +577,8 @@ class Loader:
         n = next(n for n in range(most, 0, -1) if len(rows) % n == 0)
         return [self.batch(rows[i : i + n], size) for i in range(0, len(rows), n)]
 
-    def steps(self, files: list[Path]):
-        """Yields this rank's micro-batches of each step; a step's rows depend on no rank."""
+    def steps(self, files: list[Path], first: int = 0):
+        """Yields this rank's micro-batches of each step from `first` on; rows depend on no rank."""
         s, rank, world_size = self.s, self.ranks.rank, self.ranks.world_size
         expand, start = self.vocabulary.expand, self.vocabulary.document_start
         arrays = (expand(shards.read_shard(p)) for _ in range(s.epochs) for p in files)
@@ -537,163 +589,8 @@ class Loader:
             if batch[-1] is None:
                 raise UserError(f"the data ended at step {step} of {s.train_steps}")
             share = len(batch) // world_size
-            yield self.micro_batches(batch[rank * share : (rank + 1) * share], stage.seq_len)
-
-
-# ------------------------------------------------------------------------------------------------
-# ranks, clock and log
-
-
-class Ranks(NamedTuple):
-    """This process among those that the launcher started."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def sum(self, *values: Tensor | float) -> list[float]:
-        """Each value summed over the ranks, in fp64."""
-        total = torch.stack([torch.as_tensor(v).to(self.device, torch.float64) for v in values])
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
-
-    def from_first(self, make):
-        """What make() returns on rank 0, on every rank; a user's mistake there is raised here."""
-        box = [None]
-        if self.rank == 0:
-            try:
-                box = [make()]
-            except UserError as error:
-                box = [error]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0, device=self.device)
-        if isinstance(box[0], UserError):
-            raise box[0]
-        return box[0]
-
-
-def join_ranks(s: Settings) -> Ranks:
-    """Join the process group that the launcher's variables describe; without them, one process."""
-    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if local >= (count := torch.cuda.device_count()):
-            asked = os.environ.get("LOCAL_WORLD_SIZE", local + 1)
-            raise UserError(f"NPROC={asked}, but this machine has {count} GPUs: NPROC={count}")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    if world_size > 1:
-        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        wait = datetime.timedelta(seconds=s.timeout)
-        dist.init_process_group(backend, timeout=wait, device_id=device_id)
-    return Ranks(rank, world_size, device)
-
-
-class Run:
-    """The training clock and the log: JSON lines on disk, a few words on the terminal."""
-
-    def __init__(self, ranks: Ranks, path: Path):
-        self.ranks, self.path, self.step = ranks, path, 0
-        self.train_seconds, self.started = 0.0, None
-        self.file, self.bar, self.told = None, None, now()
-        if ranks.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "x", encoding="utf-8")
-
-    def write(self, kind: str, **fields) -> None:
-        if self.file:
-            self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-            self.file.flush()
-
-    def say(self, text: str) -> None:
-        if self.ranks.rank == 0:
-            tqdm.write(text)
-
-    def clock(self, runs: bool) -> float:
-        """Start or stop the training clock, when the device has done all its work; seconds."""
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-        time = now()
-        self.train_seconds += time - self.started if self.started else 0.0
-        self.started = time if runs else None
-        return self.train_seconds
-
-    @contextlib.contextmanager
-    def off_clock(self, name: str, **fields):
-        """A named section that is not training: the clock stands, its seconds go into the log."""
-        was_running = self.started is not None
-        self.clock(False)
-        start = now()
-        yield
-        self.clock(False)
-        self.write("off_clock", name=name, seconds=now() - start, **fields)
-        if was_running:
-            self.clock(True)
-
-    def progress(self, step: int, steps: int, text: str) -> None:
-        """A bar on a terminal, otherwise a line every five seconds."""
-        if self.ranks.rank == 0 and sys.stderr.isatty():
-            self.bar = self.bar or tqdm(total=steps, unit="step", dynamic_ncols=True)
-            self.bar.set_postfix_str(text)
-            self.bar.update(step - self.bar.n)
-        elif now() - self.told > 5:
-            self.told = now()
-            self.say(f"step:{step}/{steps} {text}")
-
-    def close(self, status: str, reason: str) -> None:
-        seconds = self.train_seconds if self.started is None else self.clock(False)
-        facts = dict(steps=self.step, train_seconds=seconds, wall_seconds=now() - PROCESS_START)
-        memory = peak_memory(self.ranks.device)
-        self.write("end", status=status, reason=reason, **facts, peak_memory_mib=memory)
-        for closing in filter(None, (self.bar, self.file)):
-            closing.close()
-
-
-def peak_memory(device: torch.device) -> float:
-    """Of this rank so far, in MiB: the GPU's where there is one."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else host
-
-
-def keep_code(log_dir: Path) -> dict[str, str]:
-    """sha256 of all the code of a run; it is kept beside the log, once for each version."""
-    files = [Path(__file__), Path(sys.modules[Muon.__module__].__file__), Path(shards.__file__)]
-    code = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    folder = log_dir / "code" / hashlib.sha256("".join(code.values()).encode()).hexdigest()[:16]
-    if log_dir != HERE and not folder.exists():  # a record's folder has it already
-        folder.mkdir(parents=True)
-        for path in files:
-            shutil.copyfile(path, folder / path.name)
-    return code
-
-
-def header(s: Settings, run: Run, entries: list[dict], num_params: int) -> dict:
-    """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
-    device, cpu = platform.machine(), Path("/proc/cpuinfo")
-    if run.ranks.device.type == "cuda":
-        device = torch.cuda.get_device_name()
-    elif cpu.exists():
-        device = (re.findall(r"model name\s*: (.*)", cpu.read_text()) or [device])[0]
-    versions = dict(torch=torch.__version__, numpy=np.__version__, cuda=torch.version.cuda)
-    public = ("OMP_", "MKL_", "TORCH_COMPILE", "TORCHINDUCTOR_", "TORCHDYNAMO_")
-    return dict(
-        run_id=run.path.stem,
-        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        track=s.preset if dataclasses.replace(PRESETS[s.preset], seed=s.seed) == s else "custom",
-        seed=s.seed,
-        settings=dataclasses.asdict(s),
-        code=keep_code(run.path.parent),
-        versions=dict(python=platform.python_version(), **versions),
-        device=device,
-        world_size=run.ranks.world_size,
-        threads=torch.get_num_threads(),
-        num_params=num_params,
-        vocab_size=s.vocab_size,
-        shards=entries,
-        environment={k: v for k, v in os.environ.items() if k.startswith(public) and "/" not in v},
-    )
+            if step >= first:
+                yield self.micro_batches(batch[rank * share : (rank + 1) * share], stage.seq_len)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -830,16 +727,58 @@ def log_step(run: Run, optimizer: Muon, step: int, total, count, tokens: int, s:
     run.progress(step + 1, s.train_steps, text)
 
 
-def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabulary) -> None:
-    """The whole run, from the model's first weights to the last validation."""
+def header(run: Run, s: Settings, entries: list[dict], num_params: int, step: int) -> dict:
+    """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
+    main = getattr(sys.modules["__main__"], "__file__", __file__)  # a test's, which is no record
+    sources = (__file__, main, sys.modules[Muon.__module__].__file__)
+    sources = dict.fromkeys(map(Path, (*sources, harness.__file__, shards.__file__)))
+    return dict(
+        run_id=run.path.stem,
+        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        track=s.preset if dataclasses.replace(PRESETS[s.preset], seed=s.seed) == s else "custom",
+        seed=s.seed,
+        settings=dataclasses.asdict(s),
+        code=harness.keep_code(list(sources), run.path.parent),
+        **harness.machine(run.ranks),
+        num_params=num_params,
+        vocab_size=s.vocab_size,
+        shards=entries,
+        first_step=step,
+    )
+
+
+CHECKPOINT = {"settings", "step", "train_seconds", "model", "optimizer"}
+
+
+def save(run: Run, model: GPT, optimizer: Muon, s: Settings, step: int) -> None:
+    """A checkpoint of `step` steps beside the log, off the clock."""
+    with run.off_clock("save"):
+        state = dict(settings=dataclasses.asdict(s), step=step, train_seconds=run.train_seconds)
+        state |= dict(model=model.state_dict(), optimizer=optimizer.full_state_dict())
+        if run.ranks.rank == 0:
+            path = harness.save_checkpoint(run.path.with_suffix(""), step, state)
+            run.say(f"checkpoint: {path}")
+
+
+def restore(run: Run, model: GPT, optimizer: Muon, checkpoint: dict) -> int:
+    """Take over what a checkpoint holds; the number of steps that were done."""
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    run.train_seconds, run.step = checkpoint["train_seconds"], checkpoint["step"]
+    return run.step
+
+
+def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | None) -> None:
+    """The whole run, from the model's first weights or a checkpoint to the last validation."""
     ranks, since = run.ranks, now()
     loader = Loader(s, ranks, vocabulary)
     model = build_model(s, ranks.device)
     optimizer = build_optimizer(model, s)
+    first = restore(run, model, optimizer, checkpoint) if checkpoint else 0
     forward = torch.compile(model, dynamic=False, fullgraph=True) if s.compile else model
     validation = Validation(s, loader)
     if ranks.rank == 0:
-        head = header(s, run, entries, sum(p.numel() for p in model.parameters()))
+        head = header(run, s, entries, sum(p.numel() for p in model.parameters()), first)
         run.write("header", **head)
         size = f"{ranks.world_size} ranks, {head['num_params']:,} parameters"
         run.say(f"{s.preset} track: {head['device']}, {size}; log: {run.path}")
@@ -847,19 +786,27 @@ def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabul
     run.write("off_clock", name="model", seconds=now() - since)
     with run.off_clock("warmup", state_restored=True):
         warm_up(run, forward, model, optimizer, s, loader)
-    validate(run, forward, validation, 0, s.train_steps, 0)
+    tokens = sum(stage_at(step, s).batch_tokens for step in range(first))
+    loss, bits = validate(run, forward, validation, first, s.train_steps, tokens)
 
-    batches, tokens = shards.prefetch(loader.steps(files)), 0
+    optimizer.register_step_pre_hook(lambda *_: run.waits())
+    batches, run.patient = shards.prefetch(loader.steps(files, first)), s.save_every > 0
     run.clock(True)
-    for step in range(s.train_steps):
-        run.step, last = step, step + 1 == s.train_steps
+    for step in range(first, s.train_steps):
+        run.step, run.at, last = step, step, step + 1 == s.train_steps
         total, count = train_step(forward, optimizer, next(batches), step, s, ranks)
         tokens += stage_at(step, s).batch_tokens
         if step % s.log_every == 0 or last:
             log_step(run, optimizer, step, total, count, tokens, s)
         if last or (s.val_every and (step + 1) % s.val_every == 0):
             loss, bits = validate(run, forward, validation, step + 1, s.train_steps, tokens)
-    seconds, run.step = run.clock(False), s.train_steps
+        if s.save_every:
+            stopped = ranks.sum(run.stop_asked is not None)[0]
+            if last or stopped or (step + 1) % s.save_every == 0:
+                save(run, model, optimizer, s, step + 1)
+            if stopped and not last:
+                raise KeyboardInterrupt(run.stop_asked or "a signal to another rank")
+    seconds, run.step, run.patient = run.clock(False), s.train_steps, False
 
     with run.off_clock("probe"):
         probe_causality(run, model, s, loader)
@@ -870,58 +817,30 @@ def train(run: Run, s: Settings, files: list[Path], entries: list[dict], vocabul
     verdict = "reached" if (loss if s.preset == "gpu" else bits) <= s.target else "missed"
     run.say(
         f"{loss:.4f} nats per token, {bits:.4f} bits per byte after {seconds:.1f} s of training,"
-        f" {tokens / seconds:,.0f} tokens/s, {peak_memory(ranks.device):,.0f} MiB a rank;"
+        f" {tokens / seconds:,.0f} tokens/s, {harness.peak_memory(ranks.device):,.0f} MiB a rank;"
         f" target {s.target} {verdict}"
     )
 
 
-def log_path(s: Settings, args: argparse.Namespace) -> Path:
-    """Where this run's log will be; never one that is there."""
+def sample(s: Settings, vocabulary: Vocabulary, checkpoint: dict, text: str) -> None:
+    """Print a text and its continuation by a checkpoint."""
+    ranks = harness.join_ranks(s.timeout)
+    model = build_model(s, ranks.device)
+    model.load_state_dict(checkpoint["model"])
+    prompt = [vocabulary.document_start, *vocabulary.encode(text)]
+    ids = generate(model, s, Loader(s, ranks, vocabulary), prompt, s.sample_tokens or 80)
+    print(text + vocabulary.decode(ids))
+
+
+def new_log(s: Settings, args: argparse.Namespace) -> Path:
+    """This run's log, empty; UserError."""
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
     run_id = args.run_id or f"{date}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
-    path = args.log_dir.resolve() / f"{run_id}.jsonl"
-    if path.exists():
-        raise UserError(f"--run_id {run_id}: {path} exists; choose another")
-    return path
-
-
-def stop(number: int, frame) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def train_and_close(run: Run, *what) -> int:
-    """train(), and whatever happens the log gets its last line; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has its way
-            signal.signal(number, stop)
-    status, reason = "ok", ""
-    try:
-        train(run, *what)
-    except KeyboardInterrupt as signal_name:
-        status, reason = "interrupted", f"{signal_name} at step {run.step}"
-    except Exception as error:
-        if not isinstance(error, (ArithmeticError, UserError)):
-            traceback.print_exc()
-        told = str(error).strip().split("\n")[0]
-        status, reason = "failed", f"{type(error).__name__} at step {run.step}: {told}"
-        if isinstance(error, torch.OutOfMemoryError):
-            reason += "; a smaller --micro_batch_tokens needs less memory for the same maths"
-    run.close(status, reason)
-    run.say(f"log: {run.path}")
-    if reason:
-        print(f"train_gpt.py: rank {run.ranks.rank}: {status}: {reason}", file=sys.stderr)
-    return int(status != "ok")
-
-
-def keep_memory() -> None:
-    """Let freed memory stay with the process: fetching it anew takes a sixth of a CPU step."""
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
-        for option, size in ((-3, 2**30), (-1, 2**31 - 1)):  # M_MMAP_ and M_TRIM_THRESHOLD, bytes
-            ctypes.CDLL(None).mallopt(option, size)
+    return harness.new_log(args.log_dir.resolve() / f"{run_id}.jsonl", run_id)
 
 
 def main(argv: list[str]) -> int:
-    keep_memory()
+    harness.keep_memory()
     try:
         s, args = parse_arguments(argv)
         check_settings(s, int(os.environ.get("WORLD_SIZE", 1)))
@@ -930,17 +849,21 @@ def main(argv: list[str]) -> int:
             print(shards.count_fineweb(s.train_files, count_rows(s), s.rows))
         elif args.check:
             survey_data(s, vocabulary)
-        if args.shards_needed or args.check:
+        elif args.sample is not None:
+            sample(s, vocabulary, args.resume, args.sample)
+        if args.shards_needed or args.check or args.sample is not None:
             return 0
-        ranks = join_ranks(s)
+        ranks = harness.join_ranks(s.timeout)
         files, entries = ranks.from_first(lambda: survey_data(s, vocabulary))
-        path = ranks.from_first(lambda: log_path(s, args))
-        run = Run(ranks, path)
+        path = ranks.from_first(lambda: new_log(s, args))
+        run = Run(ranks, path, PROCESS_START)
+        if args.resume:
+            run.say(", ".join([f"continues after step {args.resume['step']}", *args.changed]))
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"train_gpt.py: {error}", file=sys.stderr)
+            harness.tell(str(error))
         return 2
-    code = train_and_close(run, s, files, entries, vocabulary)
+    code = harness.finish(run, lambda: train(run, s, files, entries, vocabulary, args.resume))
     if dist.is_initialized() and code == 0:
         dist.destroy_process_group()
     return code

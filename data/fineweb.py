@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifest import MANIFEST, examine, examine_all, locked, read_manifest, verify, write_json
-from shards import DOCUMENT_START, UserError, gpt2_tokens
+from shards import UserError, gpt2_encoding
 from texts import tokenize
 
 AT_ONCE = 4  # shards on their way
@@ -50,21 +50,6 @@ DATASETS = {
     "100B": Dataset("kjj0/fineweb100B-gpt2", "fineweb", 1030),
     "edu10B": Dataset("kjj0/finewebedu10B-gpt2", "finewebedu", 99),
 }
-
-
-def gpt2_encoding(vocab_size: int = DOCUMENT_START + 1):
-    """A tiktoken.Encoding, made offline: GPT-2's first vocab_size - 1 tokens, then <|endoftext|>.
-
-    A merge makes its token of two earlier ones, so any number of them will do; 257 means bytes.
-    """
-    import tiktoken
-
-    # GPT-2's pattern in the possessive form that tiktoken uses: the same cuts, faster
-    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    ranks = {token: i for i, token in enumerate(gpt2_tokens()[: vocab_size - 1])}
-    special = {"<|endoftext|>": vocab_size - 1}
-    return tiktoken.Encoding(f"gpt2-{vocab_size}", pat_str=pattern, mergeable_ranks=ranks,
-                             special_tokens=special)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
 from manifest import CORES, MANIFEST, examine, locked, shards_in, write_json
 from shards import DOCUMENT_START, HEADER_BYTES, MAGIC, VERSION, UserError
 

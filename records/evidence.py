@@ -44,7 +44,7 @@ TRACKS = {  # what every record of a track shares, pinned here and nowhere else
         },
     },
 }
-CODE = ("train_gpt.py", "muon.py", "data/shards.py")  # lie side by side in a record
+CODE = ("train_gpt.py", "muon.py", "harness.py", "data/shards.py")  # lie side by side in a record
 LIBRARIES = {"torch", "numpy", "tiktoken", "tqdm", "triton", *sys.stdlib_module_names}
 OFF_CLOCK = "startup data model compile warmup probe validation save sample".split()
 FILE_LIMIT, LINE_LIMIT, NUMBER_LIMIT = 2**25, 2**20, 10**15  # bytes, bytes, below this

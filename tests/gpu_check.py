@@ -15,11 +15,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("", "data", "tests")]
 
-import bench_muon
 import numpy as np
-import shards
 import torch
 
+import bench_muon
+import harness
+import shards
 import train_gpt as t
 
 
@@ -94,7 +95,7 @@ def stage_rows(s: t.Settings, ranks: t.Ranks, ceiling: float):
         took = seconds(job, ranks.device, 20 if ranks.device.type == "cuda" else 3)
         rate = share * size / took
         used = flops_per_token(model, s, i) * rate / ceiling
-        yield i + 1, share * size, took * 1e3, 8 * rate, used, t.peak_memory(ranks.device)
+        yield i + 1, share * size, took * 1e3, 8 * rate, used, harness.peak_memory(ranks.device)
 
 
 def small_run(device: torch.device, steps: int) -> float:
@@ -104,7 +105,7 @@ def small_run(device: torch.device, steps: int) -> float:
     loader = t.Loader(s, ranks, shards.Vocabulary(s.vocab_size))
     model = t.build_model(s, device)
     optimizer, losses = t.build_optimizer(model, s), []
-    files = [t.ROOT / "data/sotu_train_000000.bin"]
+    files = [harness.ROOT / "data/sotu_train_000000.bin"]
     for step, batches in enumerate(loader.steps(files)):
         total, count = t.train_step(model, optimizer, batches, step, s, ranks)
         losses.append(float(total / count))

@@ -15,9 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-import hub as stand_in
 import numpy as np
 import pytest
+
+import hub as stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data"
@@ -115,11 +116,11 @@ def assert_refused(result: tuple[int, str, str], code: int, *words: str) -> None
 
 
 def test_tokenizer_is_gpt2s():
-    encoding = fineweb.gpt2_encoding()
+    encoding = shards.gpt2_encoding()
     assert encoding.n_vocab == 50257 and encoding.eot_token == 50256
     assert encoding.encode("hello world") == [31373, 995]
     assert encoding.encode(" SolidGoldMagikarp") == [43453]
-    tokens = enumerate(fineweb.gpt2_tokens())
+    tokens = enumerate(shards.gpt2_tokens())
     lines = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in tokens)
     # what tiktoken itself expects of the r50k_base.tiktoken that it would download
     sha256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -127,8 +128,8 @@ def test_tokenizer_is_gpt2s():
 
 
 def test_tokenizer_of_the_first_ids():
-    assert fineweb.gpt2_encoding(257).encode_ordinary("ab é") == [64, 65, 220, 127, 102]
-    small = fineweb.gpt2_encoding(1024)
+    assert shards.gpt2_encoding(257).encode_ordinary("ab é") == [64, 65, 220, 127, 102]
+    small = shards.gpt2_encoding(1024)
     text = "The State of the Union, 1790: 'tis   well.\n"
     assert small.decode(small.encode_ordinary(text)) == text
     assert small.eot_token == 1023 and max(small.encode_ordinary(text)) < 1023
@@ -140,7 +141,7 @@ def test_corpus_is_what_the_manifest_says():
 
 
 def test_corpus_is_text():
-    encoding, documents = fineweb.gpt2_encoding(), []
+    encoding, documents = shards.gpt2_encoding(), []
     for split in ("train", "val"):
         tokens = shards.read_shard(DATA / f"sotu_{split}_000000.bin").tolist()
         starts = [i for i, token in enumerate(tokens) if token == 50256]
@@ -360,7 +361,7 @@ def tokens_of(folder: Path, split: str) -> list[int]:
 
 
 def expected_tokens(documents: list[str]) -> list[int]:
-    encoding = fineweb.gpt2_encoding()
+    encoding = shards.gpt2_encoding()
     return [token for d in documents for token in (50256, *encoding.encode_ordinary(d))]
 
 
@@ -408,7 +409,7 @@ def test_tokenize_a_long_document_in_pieces(tmp_path, monkeypatch):
     document = DOCUMENTS[39] * 3 + " \n\n  x\t y" * 20 + "long" * 9 + "  "
     (tmp_path / "long.txt").write_text(document, newline="")
     (tmp_path / "val.txt").write_text("another text")
-    encoding = fineweb.gpt2_encoding()
+    encoding = shards.gpt2_encoding()
     for piece in (50, 77, 120):
         monkeypatch.setattr(texts, "PIECE", piece)
         out = tmp_path / f"p{piece}"
@@ -419,7 +420,7 @@ def test_tokenize_a_long_document_in_pieces(tmp_path, monkeypatch):
 
 def test_tokenize_goes_on_wherever_it_was_interrupted(tmp_path, monkeypatch):
     inputs = write_inputs(tmp_path, DOCUMENTS)["jsonl"]
-    encoding = fineweb.gpt2_encoding()
+    encoding = shards.gpt2_encoding()
     monkeypatch.setattr(texts, "PIECE", 300)
     straight = tmp_path / "straight" / "mine"
     texts.tokenize(Namespace(inputs, straight, val_every=10, shard_tokens=500), encoding)
@@ -530,7 +531,7 @@ def test_tokenize_a_million_equal_characters(tmp_path, text):
     result = tokenize(tmp_path / "a.txt", "--val", tmp_path / "b.txt", "--out", tmp_path / "mine")
     assert result[0] == 0, result
     tokens = tokens_of(tmp_path / "mine", "train")
-    assert fineweb.gpt2_encoding().decode(tokens[1:]) == document
+    assert shards.gpt2_encoding().decode(tokens[1:]) == document
 
 
 def test_tokenize_in_little_memory(tmp_path):

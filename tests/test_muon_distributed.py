@@ -10,14 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import muon
 from muon import Muon
+from ranks import run_ranks
 
 # five matrices, a stack, a kernel; then a table that is sharded, small ones that are not
 HIDDEN = [(8, 24), (24, 8), (16, 16), (16, 16), (10, 30), (3, 6, 8), (6, 3, 2, 2)]
@@ -397,6 +402,28 @@ def test_fsdp2_training_equals_one_process(world_size, hsdp):
 
     want = net_alone()
     for got in run_ranks(world_size, run):
+        assert close(got.values(), want.values(), 1e-5)
+
+
+def test_fsdp2_over_tensor_parallel_equals_one_process():
+    """Both cut `up` along its rows, so that its placement is a strided shard."""
+
+    def run(rank, world_size):
+        model = Net()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        up, down = dict(output_layouts=Replicate()), dict(input_layouts=Replicate())  # the norm's
+        styles = {"up": ColwiseParallel(**up), "down": RowwiseParallel(**down)}
+        parallelize_module(model, mesh["tp"], styles)
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh["dp"])
+        opt = Muon(muon.param_groups(model, **OPTIONS))
+        learn(model, opt, BATCHES[:6], rank // 2, 2)
+        kinds = {type(x).__name__ for x in model.up.weight.placements}
+        assert "_StridedShard" in kinds, model.up.weight.placements
+        return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+    want = net_alone()
+    for got in run_ranks(4, run):
         assert close(got.values(), want.values(), 1e-5)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import shards
 import torch
 import torch.nn.functional as F
-from fineweb import gpt2_encoding
-from ranks import run_ranks
 
+import shards
 import train_gpt as t
+from ranks import run_ranks
+from shards import gpt2_encoding
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_no_logit_depends_on_a_later_token_or_on_another_document(s):
 
 
 def test_the_probe_catches_a_model_that_sees_the_future(monkeypatch, tmp_path):
-    model, log = shaken(TINY), t.Run(ALONE, tmp_path / "probe.jsonl")
+    model, log = shaken(TINY), t.Run(ALONE, tmp_path / "probe.jsonl", 0.0)
     t.probe_causality(log, model, TINY, loader(TINY))
     monkeypatch.setattr(t, "sight", lambda segments, w, T: torch.zeros(len(segments), 1, T, T))
     with pytest.raises(ArithmeticError, match="causality probe failed"):
@@ -135,7 +135,7 @@ def test_the_probe_catches_a_model_that_sees_the_future(monkeypatch, tmp_path):
 def test_the_probe_does_not_pass_a_model_that_ignores_its_input(tmp_path):
     model = t.build_model(TINY, CPU)  # lm_head is zero: nothing moves at all
     with pytest.raises(ArithmeticError):
-        t.probe_causality(t.Run(ALONE, tmp_path / "probe.jsonl"), model, TINY, loader(TINY))
+        t.probe_causality(t.Run(ALONE, tmp_path / "probe.jsonl", 0.0), model, TINY, loader(TINY))
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
@@ -162,6 +162,24 @@ def test_the_first_loss_is_that_of_a_uniform_guess_and_the_head_is_soft_capped()
         model.lm_head.normal_()
         expected = 23 * torch.sigmoid((hidden @ model.lm_head.T + 5) / 7.5)
     assert torch.allclose(model.logits(hidden), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_head_s_loss_and_gradients_equal_the_plain_form_in_fp64(rows):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator) for n in (50, 40))
+    targets = torch.randint(-1, 40, (50,), generator=generator)
+    assert (targets < 0).any()
+    mine = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = t.HeadLoss.apply(*mine, targets, 23.0, rows)
+    (loss * 0.3).backward()
+    exact = [x.detach().double().requires_grad_() for x in mine]
+    logits = 23 * torch.sigmoid((exact[0] @ exact[1].T + 5) / 7.5)
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    (expected * 0.3).backward()
+    assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
+    for x, reference in zip(mine, exact, strict=True):
+        assert torch.allclose(x.grad.double(), reference.grad, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -283,7 +301,7 @@ def first_steps(rank: int, world_size: int, s: t.Settings, steps: int = 5, warm:
     optimizer = t.build_optimizer(model, s)
     if warm:
         with tempfile.TemporaryDirectory() as folder:
-            t.warm_up(t.Run(ranks, Path(folder) / "x.jsonl"), model, model, optimizer, s, own)
+            t.warm_up(t.Run(ranks, Path(folder) / "x.jsonl", 0.0), model, model, optimizer, s, own)
     batches, told = own.steps(sorted(ROOT.glob(s.train_files))), []
     for step in range(steps):
         total, count = t.train_step(model, optimizer, next(batches), step, s, ranks)
@@ -338,7 +356,7 @@ TINY_FLAGS = [
 
 
 def command(*flags: str, cwd: Path = ROOT, ranks: int = 1) -> subprocess.CompletedProcess:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launch = [str(ROOT / "harness.py"), "--standalone", f"--nproc_per_node={ranks}"]
     script = [sys.executable, *(launch if ranks > 1 else []), str(ROOT / "train_gpt.py")]
     return subprocess.run(
         [*script, "--preset", "cpu", *flags],
@@ -388,7 +406,7 @@ def test_a_short_run_learns_and_its_log_reads_back(short_flags):
     assert abs(off + end["train_seconds"] - end["wall_seconds"]) < 0.05 * end["wall_seconds"]
     code = Path(short_flags[-1].removeprefix("--log_dir=")) / "code"
     kept = {path.name for path in code.glob("*/*.py")}
-    assert kept == set(header["code"]) == {"train_gpt.py", "muon.py", "shards.py"}
+    assert kept == set(header["code"]) == {"train_gpt.py", "muon.py", "harness.py", "shards.py"}
 
 
 @pytest.mark.slow
