@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import datetime
 import inspect
+import itertools
 import math
 import os
 import re
@@ -65,6 +66,17 @@ class Settings:
     mlp_ratio: int = 4  # hidden units of the MLP over model_dim
     value_embed_blocks: tuple[int, ...] = (1, 2, 8, 9, 10)  # blocks whose values get a token's own
     bigram_rows: int = 251520  # of the table that a token and the one before hash into
+    bigram_signs: int = 8192  # rows of fixed signs that tell a bigram row's tokens apart; 0: none
+    attn_gate: bool = True  # a head's output times 2 sigmoid(w . 12 dimensions of its input)
+    value_gate: bool = True  # a head's value embedding times the same, of 6 and 6 dimensions
+    own_value: bool = True  # take from a head's output a learned part of what lies along its v
+    key_offset: bool = True  # in long_window_blocks, unrotated keys are those of the token before
+    attn_init: float = 0.5  # standard deviation of attention's output matrix, times sqrt(C)
+    skip: tuple[int, ...] = (3, 6)  # the first block's output also goes into the second
+    no_attention: tuple[int, ...] = (6,)  # blocks that have only an MLP
+    one_source: tuple[int, ...] = (8, 9, 10)  # blocks whose attention reads the first one's input
+    future: tuple[float, ...] = (0.5, 0.25)  # weight of the loss on the second next token, third
+    future_ends: tuple[float, ...] = (0.66, 0.33)  # when it has fallen to 0, over a third of a run
     long_window_blocks: tuple[int, ...] = (3, 10)  # blocks that look as far as the long window
     attn_scale: float = 0.12  # softmax scale; queries and keys have norm sqrt(head_dim)
     rope_fraction: float = 0.5  # of a head's dimensions that rotate
@@ -122,6 +134,8 @@ CPU = dataclasses.replace(
     val_file="data/sotu_val_000000.bin",
     **dict(val_tokens=0, vocab_size=2048, rows="stream"),
     **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3), bigram_rows=16384),
+    **dict(bigram_signs=0, attn_gate=False, value_gate=False, own_value=False, key_offset=False),
+    **dict(attn_init=0.0, skip=(), no_attention=(), one_source=(), future=(), future_ends=()),
     **dict(long_window_blocks=(), attn_scale=0.25, rope_fraction=1.0),
     **dict(train_steps=700, cooldown_frac=0.5, cooldown_floor=0.0, stage_ends=(1.0,)),
     **dict(batch_tokens=(2048,), seq_len=(128,), max_document=(128,), stage_lr=(1.0,)),
@@ -223,9 +237,15 @@ def check_settings(s: Settings, world_size: int) -> None:
             raise UserError(f"--{name} {getattr(s, name)}: at least 1")
     if s.head_dim < 4 or s.head_dim % 4 or s.model_dim < 12:
         raise UserError(f"--head_dim {s.head_dim}: a multiple of 4; with --num_heads 12 or more")
-    for name in ("value_embed_blocks", "long_window_blocks"):
+    if len(s.skip) not in (0, 2) or list(s.skip) != sorted(s.skip):
+        raise UserError(f"--skip {s.skip}: two blocks, the earlier one first, or none")
+    if len(s.future) != len(s.future_ends):
+        raise UserError(f"--future {s.future}: one of --future_ends {s.future_ends} for each")
+    for name in "value_embed_blocks long_window_blocks skip no_attention one_source".split():
         if bad := [i for i in getattr(s, name) if not 0 <= i < s.num_layers]:
             raise UserError(f"--{name}: block {bad[0]} is not in 0..{s.num_layers - 1}")
+    if bad := {*s.value_embed_blocks, *s.one_source} & {*s.no_attention}:
+        raise UserError(f"--no_attention: block {min(bad)} needs its attention")
     for batch, length in zip(s.batch_tokens, s.seq_len, strict=True):
         if length < 2 or batch < length or batch % length:
             raise UserError(f"--batch_tokens {batch}: must be a multiple of --seq_len {length}")
@@ -262,6 +282,13 @@ def lr_multiplier(step: int, s: Settings) -> float:
     return stage_at(step, s).lr * (s.cooldown_floor + (1 - s.cooldown_floor) * min(1.0, left))
 
 
+def future_weights(step: int, s: Settings) -> Tensor:
+    """Of the loss on the next token, 1, and on those after it, each falling to 0 over a third."""
+    left = [(end * s.train_steps - step) * 3 / s.train_steps for end in s.future_ends]
+    fall = [min(1.0, max(0.0, x)) for x in left]
+    return torch.tensor([1.0, *(w * x for w, x in zip(s.future, fall, strict=True))])
+
+
 def momentum_at(step: int, s: Settings) -> float:
     """Muon's momentum: rises over momentum_warmup steps, falls over the last ones."""
     rise = min(1.0, step / max(1, s.momentum_warmup))
@@ -295,14 +322,32 @@ class RMSNorm(torch.autograd.Function):
 norm = RMSNorm.apply
 
 
-def rotary_tables(length: int, s: Settings) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, (length, 1, D) each: the first rope_fraction of the dimensions rotate."""
-    half = s.head_dim // 2
+class Place(NamedTuple):
+    """Where the tokens of a batch are: what every attention needs to know."""
+
+    cos: Tensor  # (T, 1, D)
+    sin: Tensor  # (T, 1, D), signed
+    stretch: float  # of the softmax scale
+    begins: Tensor  # (B, T, 1, 1), True where a document begins
+
+
+def rotary_tables(length: int, window: int, s: Settings) -> tuple[Tensor, Tensor, float]:
+    """Place's cos, sin and stretch where the long window is `window`; few dimensions may rotate.
+
+    YaRN (https://arxiv.org/abs/2309.00071): when a window grows, slow frequencies go with it.
+    """
+    half, stretch = s.head_dim // 2, 1.0
     count = round(half * s.rope_fraction)
     frequency = torch.zeros(half)
     frequency[:count] = s.rope_base ** -torch.linspace(0, 1, count)
+    grown = sorted(w for w in {*s.long_window, s.val_windows[1]} if w <= window)
+    for old, new in itertools.pairwise(grown):
+        blend = ((old * frequency / (2 * math.pi) - 1) / 31).clamp(0, 1)
+        frequency *= old / new + blend * (1 - old / new)
+        stretch *= 1 + 0.2 * math.log(new / old)
     angle = torch.arange(length).float()[:, None, None] * frequency
-    return torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin(), -angle.sin()], -1)
+    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin(), -angle.sin()], -1)
+    return cos, sin, stretch
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -337,22 +382,47 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen, scale: float) -> Tensor:
     return y.view_as(q)
 
 
+def gate(weight: Tensor, features: Tensor) -> Tensor:
+    """Of each head, from 0 to 2: (H, 12), (B, T, 12) -> (B, T, H, 1)."""
+    return 2 * torch.sigmoid(F.linear(features, weight.to(features.dtype)))[..., None]
+
+
 class Attention(nn.Module):
-    def __init__(self, s: Settings):
+    def __init__(self, s: Settings, block: int):
         super().__init__()
         self.num_heads, self.head_dim, self.scale = s.num_heads, s.head_dim, s.attn_scale
         # three matrices in one tensor: one product here, three to Muon
         self.qkv = nn.Parameter(torch.empty(3, s.model_dim, s.model_dim))
         self.proj = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
+        gates = lambda has: nn.Parameter(torch.empty(s.num_heads, 12)) if has else None  # noqa: E731
+        self.gate = gates(s.attn_gate)
+        self.value_gate = gates(s.value_gate and block in s.value_embed_blocks)
+        self.own_value = nn.Parameter(torch.empty(s.num_heads)) if s.own_value else None
+        half, count = s.head_dim // 2, round(s.head_dim // 2 * s.rope_fraction)
+        still = torch.arange(s.head_dim) % half >= count  # dimensions that do not rotate
+        moves = s.key_offset and block in s.long_window_blocks and count < half
+        self.register_buffer("offset", still if moves else None, persistent=False)
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, seen) -> Tensor:
+    def forward(self, x: Tensor, value: Tensor | None, place: Place, seen) -> Tensor:
         B, T, C = x.shape
         qkv = F.linear(x, self.qkv.flatten(0, 1)).view(B, T, 3 * self.num_heads, self.head_dim)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
-        q, k = rotate(norm(qk), *rotary).chunk(2, dim=2)
+        q, k = rotate(norm(qk), place.cos, place.sin).chunk(2, dim=2)
+        if self.offset is not None:
+            before = F.pad(k[:, :-1], (0, 0, 0, 0, 1, 0))
+            k = torch.where(self.offset & ~place.begins, before, k)
         if value is not None:
-            v = v + value.view_as(v)
-        y = attention(q, k, v, seen, self.scale)
+            own = value.view_as(v)
+            if self.value_gate is not None:
+                own = gate(self.value_gate, torch.cat([x[..., :6], value[..., :6]], -1)) * own
+            v = v + own
+        y = attention(q, k, v, seen, self.scale * place.stretch)
+        if self.own_value is not None:
+            unit = norm(v)
+            along = (y * unit).mean(-1, keepdim=True) * self.own_value.tanh().to(y.dtype)[:, None]
+            y = y - along * unit
+        if self.gate is not None:
+            y = y * gate(self.gate, x[..., :12])
         return F.linear(y.reshape(B, T, C), self.proj)
 
 
@@ -367,15 +437,18 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, s: Settings):
+    def __init__(self, s: Settings, i: int):
         super().__init__()
-        self.attn, self.mlp = Attention(s), MLP(s)
+        self.attn, self.mlp = None if i in s.no_attention else Attention(s, i), MLP(s)
         self.mix = nn.Parameter(torch.empty(3))  # of stream, token embedding, bigram embedding
 
-    def forward(self, x: Tensor, x0: Tensor, bigram: Tensor, value, rotary, seen) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, bigram: Tensor, source, value, place: Place, seen):
+        """(B, T, C) stream -> stream, and what attention read; `source` for it to read, or None."""
         x = x * self.mix[0] + x0 * self.mix[1] + bigram * self.mix[2]
-        x = x + self.attn(norm(x), value, rotary, seen)
-        return x + self.mlp(norm(x))
+        if self.attn is not None:
+            source = norm(x) if source is None else source
+            x = x + self.attn(source, value, place, seen)
+        return x + self.mlp(norm(x)), source
 
 
 def squash(x: Tensor) -> Tensor:
@@ -386,25 +459,26 @@ def squash(x: Tensor) -> Tensor:
 class HeadLoss(torch.autograd.Function):
     """Summed cross-entropy in nats of softcap * squash(hidden @ weight.T), gradients along with it.
 
-    hidden (N, C), weight (V, C), targets (N,), negative where nothing is predicted. No more than
-    `rows` rows of logits are there at a time, and no gradient of them ever: on a CPU they stay in
-    the cache, on a GPU they are most of the memory.
+    hidden (N, C), weight (V, C); targets (N, K), negative where nothing is predicted, and their
+    weights (K,): several may be asked of one row. No more than `rows` rows of logits are there at
+    a time, and no gradient of them ever: on a CPU they stay in the cache, on a GPU they are most
+    of the memory.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, softcap: float, rows: int) -> Tensor:
+    def forward(ctx, hidden, weight, targets, weights, softcap: float, rows: int) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grads = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(hidden), rows):
-            x, y = hidden[i : i + rows], targets[i : i + rows, None]
-            known, y = y >= 0, y.clamp(min=0)
+            x, y = hidden[i : i + rows], targets[i : i + rows]
+            share, y = (y >= 0) * weights, y.clamp(min=0)
             s = squash(F.linear(x, weight))
             p = torch.exp(softcap * s)  # no more than exp(softcap): needs no maximum
-            sums = p.sum(-1, keepdim=True)
-            total += (sums.log() - softcap * s.gather(1, y)).masked_fill_(~known, 0).sum()
+            sums, all_shares = p.sum(-1, keepdim=True), share.sum(-1, keepdim=True)
+            total += (sums.log() * all_shares).sum() - softcap * (s.gather(1, y) * share).sum()
             if ctx.needs_input_grad[0]:
-                # (p - onehot) ds, where s's slope is softcap / 7.5 s (1 - s)
-                p.div_(sums).scatter_add_(1, y, torch.full_like(sums, -1)).mul_(known)
+                # (p - onehots) ds, where s's slope is softcap / 7.5 s (1 - s)
+                p.mul_(all_shares / sums).scatter_add_(1, y, -share)
                 g = p.mul_(s).addcmul_(p, s, value=-1).mul_(softcap / 7.5).to(x.dtype)
                 grads[0][i : i + rows] = g @ weight
                 grads[1].add_(g.mT @ x)
@@ -413,7 +487,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return *(g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None, None
+        return *(g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None, None, None
 
 
 class GPT(nn.Module):
@@ -428,20 +502,30 @@ class GPT(nn.Module):
         self.value_embeds = nn.ParameterDict(
             {str(i): nn.Parameter(torch.empty(padded, s.model_dim)) for i in s.value_embed_blocks}
         )
-        self.blocks = nn.ModuleList(Block(s) for _ in range(s.num_layers))
+        self.blocks = nn.ModuleList(Block(s, i) for i in range(s.num_layers))
+        self.skip = nn.Parameter(torch.empty(1)) if s.skip else None
+        self.skip_blocks, self.one_source = s.skip, s.one_source
+        fixed = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, (s.bigram_signs, s.model_dim), generator=fixed)
+        self.register_buffer("signs", signs.float() * 2 - 1, persistent=False)
         self.lm_head = nn.Parameter(torch.empty(padded, s.model_dim))
         self.long = [i in s.long_window_blocks for i in range(s.num_layers)]
-        tables = rotary_tables(max(*s.seq_len, s.val_seq_len), s)
-        for name, table in zip(("cos", "sin"), tables, strict=True):
-            self.register_buffer(name, table, persistent=False)
+        self.stretch = {}
+        for window in {*s.long_window, s.val_windows[1]}:
+            length = max(*s.seq_len, s.val_seq_len)
+            cos, sin, self.stretch[window] = rotary_tables(length, window, s)
+            self.register_buffer(f"cos{window}", cos, persistent=False)
+            self.register_buffer(f"sin{window}", sin, persistent=False)
 
     def hidden(self, ids: Tensor, segments: Tensor, windows: tuple[int, int]) -> Tensor:
         """(B, T) ids -> (B, T, C) of the last block, normed."""
         T = ids.size(1)
         seen = {w: sight(segments, w, T) for w in set(windows)}
-        rotary = self.cos[:T].to(self.embed.dtype), self.sin[:T].to(self.embed.dtype)
         # no document sees the one before: its first token stands alone
         start, begins = self.document_start, ids == self.document_start
+        cos, sin = (getattr(self, f"{name}{windows[1]}")[:T] for name in ("cos", "sin"))
+        cos, sin = cos.to(self.embed.dtype), sin.to(self.embed.dtype)
+        place = Place(cos, sin, self.stretch[windows[1]], begins[:, :, None, None])
         before = F.pad(ids[:, :-1], (1, 0), value=start).masked_fill(begins, start)
         pair = (36313 * ids) ^ (27191 * before)
         bigram = F.embedding(pair % self.bigram.size(0), self.bigram)
@@ -449,20 +533,36 @@ class GPT(nn.Module):
         gate = self.smear[12] * torch.sigmoid(x[:, 1:, :12] @ self.smear[:12, None].to(x.dtype))
         gate = gate.masked_fill(begins[:, 1:, None], 0)
         x0 = x = norm(torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1))
+        if len(self.signs):
+            bigram = bigram * F.embedding((before ^ ids) % len(self.signs), self.signs).to(x.dtype)
+        source = kept = None
         for i, block in enumerate(self.blocks):
             table = self.value_embeds.get(str(i), None)
             value = None if table is None else F.embedding(ids, table)
-            x = block(x, x0, bigram, value, rotary, seen[windows[self.long[i]]])
+            if i in self.skip_blocks[1:]:
+                x = x + torch.sigmoid(self.skip).to(x.dtype) * kept
+            source = source if i in self.one_source[1:] else None
+            x, source = block(x, x0, bigram, source, value, place, seen[windows[self.long[i]]])
+            kept = x if i in self.skip_blocks[:1] else kept
         return norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V) in fp32, between 0 and softcap."""
         return self.softcap * squash(F.linear(hidden, self.lm_head))
 
-    def forward(self, ids, targets, segments, windows: tuple[int, int]) -> Tensor:
-        """Summed cross-entropy in nats over the targets, (B, T), that are not negative."""
+    def forward(self, ids, targets, segments, windows: tuple[int, int], weights: Tensor) -> Tensor:
+        """Summed cross-entropy in nats over the targets, (B, T), that are not negative.
+
+        weights (K,): of the next token, and of those after it in the same document.
+        """
+        after, ahead = F.pad(ids[:, 1:] == self.document_start, (0, 1), value=True), [targets]
+        for _ in weights[1:]:
+            ahead.append(F.pad(ahead[-1][:, 1:], (0, 1), value=-1).masked_fill(after, -1))
+        targets = torch.stack(ahead, -1).flatten(0, 1)
         hidden = self.hidden(ids, segments, windows).flatten(0, 1)
-        return HeadLoss.apply(hidden, self.lm_head, targets.flatten(), self.softcap, self.head_rows)
+        return HeadLoss.apply(
+            hidden, self.lm_head, targets, weights, self.softcap, self.head_rows
+        )
 
 
 @torch.no_grad()
@@ -474,8 +574,12 @@ def init_parameters(model: GPT, s: Settings) -> None:
         top, last = name.split(".")[0], name.split(".")[-1]
         if last in ("qkv", "fc"):
             p.uniform_(-bound, bound, generator=generator)
-        elif last in ("proj", "lm_head", "smear", "bigram"):
+        elif name.endswith("attn.proj"):
+            p.uniform_(-1, 1, generator=generator).mul_(s.attn_init * (3 / s.model_dim) ** 0.5)
+        elif last in ("proj", "lm_head", "smear", "bigram", "gate", "value_gate", "own_value"):
             p.zero_()
+        elif last == "skip":
+            p.fill_(-1.5)
         elif top in ("embed", "value_embeds"):
             p.normal_(std=1.0 if top == "embed" else 0.01, generator=generator)
         elif last == "mix":
@@ -502,7 +606,7 @@ def build_optimizer(model: GPT, s: Settings) -> Muon:
     groups = {name: dict(lr=lr, **adam) for name, lr in rates.items()}
     groups["blocks"] = dict(lr=s.lr, weight_decay=s.weight_decay)
     for name, p in model.named_parameters():
-        group = groups[name.split(".")[0] if p.ndim >= 2 else "scalar"]
+        group = groups["scalar" if p.ndim < 2 or name.endswith("gate") else name.split(".")[0]]
         group.setdefault("params", []).append((name, p))
         group["initial_lr"] = group["lr"]
     groups = [group for group in groups.values() if "params" in group]
@@ -610,6 +714,7 @@ class Validation:
         rows = [[(tokens, at, min(s.val_seq_len, self.tokens - at))] for at in starts]
         share = -(-len(rows) // loader.ranks.world_size)
         self.rows = rows[loader.ranks.rank * share :][:share]
+        self.next_token = torch.ones(1, device=loader.ranks.device)
 
     @torch.no_grad()
     def loss(self, forward) -> tuple[float, float]:
@@ -619,7 +724,8 @@ class Validation:
         for i in range(0, len(self.rows), size):
             rows = self.rows[i : i + size]
             rows += [[]] * (size - len(rows))  # one shape for all
-            total = total + forward(*self.loader.batch(rows, length), self.s.val_windows)
+            batch = self.loader.batch(rows, length)
+            total = total + forward(*batch, self.s.val_windows, self.next_token)
         loss = self.loader.ranks.sum(total)[0] / self.tokens
         return loss, loss * self.tokens / self.bytes / math.log(2)
 
@@ -668,8 +774,9 @@ def generate(model: GPT, s: Settings, loader: Loader, prompt: list[int], count: 
 def train_step(forward, optimizer: Muon, batches: list[Batch], step: int, s: Settings, ranks):
     """One optimizer step; summed loss and number of this rank's predictions, as tensors."""
     stage, total, count = stage_at(step, s), 0.0, 0
+    weights = future_weights(step, s).to(ranks.device)
     for batch in batches:
-        loss = forward(*batch, stage.windows)
+        loss = forward(*batch, stage.windows, weights)
         # the optimizer averages over ranks: together the mean over the batch, however it is split
         (loss * (ranks.world_size / stage.batch_tokens)).backward()
         total, count = total + loss.detach(), count + (batch.targets >= 0).sum()

@@ -35,6 +35,7 @@ TINY_GPU = dataclasses.replace(
     **dict(vocab_size=257, num_layers=4, num_heads=2, head_dim=16, train_steps=8),
     **dict(bigram_rows=512, bigram_lr=0.05, embed_lr=0.05, value_embed_lr=0.05),
     **dict(value_embed_blocks=(1, 3), long_window_blocks=(1, 3), stage_ends=(0.5, 0.75, 1.0)),
+    **dict(skip=(0, 2), no_attention=(2,), one_source=(1, 3), bigram_signs=16),
     **dict(batch_tokens=(256, 512, 512), seq_len=(64, 128, 128), max_document=(24, 40, 40)),
     **dict(short_window=(4, 8, 8), long_window=(8, 16, 24), stage_lr=(1.0, 1.5, 1.5)),
     **dict(val_seq_len=64, val_windows=(8, 32), val_tokens=500, micro_batch_tokens=512),
@@ -76,7 +77,8 @@ def test_norm_matches_torch_and_its_gradient_holds():
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_rotary_keeps_norms_and_products_depend_on_the_distance_alone(fraction):
     s = dataclasses.replace(TINY, rope_fraction=fraction)
-    cos, sin = t.rotary_tables(40, s)
+    cos, sin, stretch = t.rotary_tables(40, 32, s)
+    assert stretch == 1
     q, k = torch.randn(2, 16).double()
     rows = [v.expand(1, 40, 1, 16) for v in (q, k)]
     q, k = (t.rotate(row, cos.double(), sin.double())[0, :, 0] for row in rows)
@@ -146,7 +148,8 @@ def test_every_parameter_is_in_one_group_and_gets_a_gradient(preset):
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
     batch = next(loader(s).steps(sorted(ROOT.glob(s.train_files))))[0]
-    model(*batch, (s.short_window[0], s.long_window[0])).backward()
+    weights = t.future_weights(0, s)
+    model(*batch, (s.short_window[0], s.long_window[0]), weights).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
 
@@ -154,7 +157,7 @@ def test_every_parameter_is_in_one_group_and_gets_a_gradient(preset):
 def test_the_first_loss_is_that_of_a_uniform_guess_and_the_head_is_soft_capped():
     model = t.build_model(TINY, CPU)
     batch = next(loader(TINY).steps(sorted(ROOT.glob(TINY.train_files))))[0]
-    loss = model(*batch, (32, 32)) / (batch.targets >= 0).sum()
+    loss = model(*batch, (32, 32), torch.ones(1)) / (batch.targets >= 0).sum()
     padded = model.lm_head.size(0)
     assert math.isclose(loss.item(), math.log(padded), rel_tol=1e-5) and padded < 1.3 * 257
     hidden = torch.randn(3, TINY.model_dim)
@@ -168,18 +171,57 @@ def test_the_first_loss_is_that_of_a_uniform_guess_and_the_head_is_soft_capped()
 def test_the_head_s_loss_and_gradients_equal_the_plain_form_in_fp64(rows):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator) for n in (50, 40))
-    targets = torch.randint(-1, 40, (50,), generator=generator)
+    targets = torch.randint(-1, 40, (50, 3), generator=generator)
+    weights = torch.tensor([1.0, 0.5, 0.0])
     assert (targets < 0).any()
     mine = [hidden.requires_grad_(), weight.requires_grad_()]
-    loss = t.HeadLoss.apply(*mine, targets, 23.0, rows)
+    loss = t.HeadLoss.apply(*mine, targets, weights, 23.0, rows)
     (loss * 0.3).backward()
     exact = [x.detach().double().requires_grad_() for x in mine]
     logits = 23 * torch.sigmoid((exact[0] @ exact[1].T + 5) / 7.5)
-    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    expected = sum(
+        w * F.cross_entropy(logits, y, ignore_index=-1, reduction="sum")
+        for w, y in zip(weights, targets.mT, strict=True)
+    )
     (expected * 0.3).backward()
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
     for x, reference in zip(mine, exact, strict=True):
         assert torch.allclose(x.grad.double(), reference.grad, atol=1e-6)
+
+
+def test_several_next_tokens_are_those_of_the_same_document():
+    s, weights = dataclasses.replace(TINY, seq_len=(16,)), torch.tensor([1.0, 0.5, 0.25])
+    model = shaken(s)
+    row = np.random.default_rng(0).integers(256, size=17).astype(np.uint16)
+    row[6] = 256  # a document begins: no token before it is asked for what comes after
+    batch = loader(s).batch([[(row, 0, 16)]], 16)
+    logits = model.logits(model.hidden(batch.ids, batch.segments, (32, 32)))[0]
+    chance, expected = torch.log_softmax(logits, -1), 0.0
+    for at in range(16):
+        for k, weight in enumerate(weights):
+            inside = at + k < 16 and not any(row[at + 1 + j] == 256 for j in range(k))
+            expected -= weight * chance[at, row[at + 1 + k]] if inside else 0
+    assert torch.allclose(model(*batch, (32, 32), weights), expected, rtol=1e-5)
+
+
+def test_the_weights_of_later_tokens_fall_over_a_third_of_the_run():
+    s = dataclasses.replace(
+        TINY, train_steps=90, future=(0.5, 0.25), future_ends=(2 / 3, 1 / 3)
+    )
+    told = [t.future_weights(step, s).tolist() for step in (0, 15, 30, 45, 60, 89)]
+    expected = [(1, 0.5, 0.25), (1, 0.5, 0.125), (1, 0.5, 0), (1, 0.25, 0), (1, 0, 0), (1, 0, 0)]
+    assert np.allclose(told, expected)
+
+
+def test_a_longer_window_slows_what_turns_slowly_and_nothing_else():
+    s = dataclasses.replace(TINY, head_dim=64, rope_fraction=1.0)
+    s = dataclasses.replace(s, long_window=(256,), val_windows=(256, 512))
+    angles = [torch.acos(t.rotary_tables(2, window, s)[0][1, 0, :32]) for window in (256, 512)]
+    turns = 256 * angles[0] / (2 * math.pi)
+    ratio, exact = angles[1] / angles[0], (0.5 + 0.5 * ((turns - 1) / 31).clamp(0, 1))
+    assert (turns > 32).any() and (turns < 1).any()
+    assert torch.allclose(ratio, exact, rtol=0.05)  # acos is coarse near 1
+    assert math.isclose(t.rotary_tables(2, 512, s)[2], 1 + 0.2 * math.log(2))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -430,6 +472,9 @@ BAD = {
     "--batch_tokens=2048,4096": "one value for each of 1 stages",
     "--micro_batch_tokens=64": "128",
     "--value_embed_blocks=9": "block 9",
+    "--no_attention=1": "block 1 needs its attention",
+    "--skip=3,1": "the earlier one first",
+    "--future=0.5": "--future_ends",
     "--train_steps=0": "at least 1",
     "--train_steps=100000": "--epochs",
     "--val_tokens=10000000": "holds",
