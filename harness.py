@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import resource
+import secrets
 import shutil
 import signal
 import sys
@@ -37,9 +38,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -118,10 +116,13 @@ def keep_memory() -> None:
 # clock and log
 
 
-def new_log(path: Path, name: str) -> Path:
-    """Make an empty log, never in place of one that is there; UserError."""
+def new_log(folder: Path, run_id: str | None, name: str) -> Path:
+    """An empty log, called run_id or by the time and `name`, never in place of another."""
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
+    run_id = run_id or f"{date}_{name}_{secrets.token_hex(2)}"
+    path = folder.resolve() / f"{run_id}.jsonl"
     if path.exists():
-        raise UserError(f"--run_id {name}: {path} exists; choose another")
+        raise UserError(f"--run_id {run_id}: {path} exists; choose another")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("x").close()
@@ -219,20 +220,24 @@ def keep_code(files: list[Path], log_dir: Path) -> dict[str, str]:
     return code
 
 
-def machine(ranks: Ranks) -> dict:
-    """What a run ran on, and nothing of the user or the host."""
+def describe(run: Run, sources: list[str]) -> dict:
+    """Which code a run is, kept beside its log, and what it runs on; nothing of user or host."""
     device, cpu = platform.machine(), Path("/proc/cpuinfo")
-    if ranks.device.type == "cuda":
+    if run.ranks.device.type == "cuda":
         device = torch.cuda.get_device_name()
     elif cpu.exists():
         device = (re.findall(r"model name\s*: (.*)", cpu.read_text()) or [device])[0]
     versions = dict(python=platform.python_version(), torch=torch.__version__)
     versions |= dict(numpy=np.__version__, cuda=torch.version.cuda)
     public = ("OMP_", "MKL_", "TORCH_COMPILE", "TORCHINDUCTOR_", "TORCHDYNAMO_")
+    files = list(dict.fromkeys(Path(source).resolve() for source in [*sources, __file__]))
     return dict(
+        run_id=run.path.stem,
+        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        code=keep_code(files, run.path.parent),
         versions=versions,
         device=device,
-        world_size=ranks.world_size,
+        world_size=run.ranks.world_size,
         threads=torch.get_num_threads(),
         environment={k: v for k, v in os.environ.items() if k.startswith(public) and "/" not in v},
     )
@@ -367,10 +372,13 @@ def tell(reason: str) -> None:
 # the launcher
 
 
-def first_cause(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
-    """The sentence of the rank that failed first, not of those that it took along; exit code."""
+def first_cause(failures: dict) -> tuple[str, int]:
+    """The sentence of the rank that failed first, not of those that it took along; exit code.
 
-    def order(failed: tuple[int, ProcessFailure]) -> tuple:
+    failures: torchrun's ProcessFailure by rank.
+    """
+
+    def order(failed: tuple) -> tuple:
         killed = failed[1].exitcode < 0 and -failed[1].exitcode != signal.SIGTERM
         return not killed, failed[1].error_file_data.get("moment", math.inf)
 
@@ -385,6 +393,10 @@ def first_cause(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
 
 def launch(argv: list[str]) -> int:
     """torchrun, quietly: what it has to say of a failure becomes one sentence, the last."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     logging.disable(logging.ERROR)
     code = 1
     try:

@@ -17,13 +17,11 @@ PROCESS_START = now()  # a run's wall clock starts before torch is imported
 import argparse
 import copy
 import dataclasses
-import datetime
 import inspect
 import itertools
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
 import typing
@@ -95,6 +93,8 @@ class Settings:
     cooldown_floor: float = 0.15  # to this fraction
     # optimizer: Muon for the blocks' matrices, Adam for the rest
     lr: float = 0.023  # Muon's
+    mlp_out_lr: float = 1.0  # times lr, for the MLPs' output matrices
+    qk_heads: int = 2  # heads of a query or key matrix to Muon; 0: all in one
     momentum: float = 0.95  # Muon's, between warm-up and cool-down
     momentum_start: float = 0.85  # at the first and the last step
     momentum_warmup: int = 300  # steps
@@ -106,6 +106,7 @@ class Settings:
     value_embed_lr: float = 0.3  # value embeddings
     bigram_lr: float = 0.3  # bigram table
     head_lr: float = 0.008  # output head
+    adam_every: int = 2  # steps between Adam's, of tables and head, on the sum of the gradients
     scalar_lr: float = 0.04  # gains, gates and other small vectors
     adam_betas: tuple[float, float] = (0.8, 0.95)  # decay of Adam's two averages
     adam_eps: float = 1e-10  # added to the root of Adam's second average
@@ -135,6 +136,7 @@ CPU = dataclasses.replace(
     **dict(val_tokens=0, vocab_size=2048, rows="stream"),
     **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3), bigram_rows=16384),
     **dict(bigram_signs=0, attn_gate=False, value_gate=False, own_value=False, key_offset=False),
+    **dict(adam_every=1, qk_heads=0),
     **dict(attn_init=0.0, skip=(), no_attention=(), one_source=(), future=(), future_ends=()),
     **dict(long_window_blocks=(), attn_scale=0.25, rope_fraction=1.0),
     **dict(train_steps=700, cooldown_frac=0.5, cooldown_floor=0.0, stage_ends=(1.0,)),
@@ -235,6 +237,8 @@ def check_settings(s: Settings, world_size: int) -> None:
     for name in "train_steps num_layers num_heads bigram_rows epochs log_every val_seq_len".split():
         if getattr(s, name) < 1:
             raise UserError(f"--{name} {getattr(s, name)}: at least 1")
+    if s.qk_heads and s.num_heads % s.qk_heads:
+        raise UserError(f"--qk_heads {s.qk_heads}: does not divide --num_heads {s.num_heads}")
     if s.head_dim < 4 or s.head_dim % 4 or s.model_dim < 12:
         raise UserError(f"--head_dim {s.head_dim}: a multiple of 4; with --num_heads 12 or more")
     if len(s.skip) not in (0, 2) or list(s.skip) != sorted(s.skip):
@@ -391,8 +395,8 @@ class Attention(nn.Module):
     def __init__(self, s: Settings, block: int):
         super().__init__()
         self.num_heads, self.head_dim, self.scale = s.num_heads, s.head_dim, s.attn_scale
-        # three matrices in one tensor: one product here, three to Muon
-        self.qkv = nn.Parameter(torch.empty(3, s.model_dim, s.model_dim))
+        self.qk = nn.Parameter(torch.empty(2, s.model_dim, s.model_dim))
+        self.v = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
         self.proj = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
         gates = lambda has: nn.Parameter(torch.empty(s.num_heads, 12)) if has else None  # noqa: E731
         self.gate = gates(s.attn_gate)
@@ -405,7 +409,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, value: Tensor | None, place: Place, seen) -> Tensor:
         B, T, C = x.shape
-        qkv = F.linear(x, self.qkv.flatten(0, 1)).view(B, T, 3 * self.num_heads, self.head_dim)
+        weight = torch.cat([self.qk.flatten(0, 1), self.v])  # one product
+        qkv = F.linear(x, weight).view(B, T, 3 * self.num_heads, self.head_dim)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
         q, k = rotate(norm(qk), place.cos, place.sin).chunk(2, dim=2)
         if self.offset is not None:
@@ -572,7 +577,7 @@ def init_parameters(model: GPT, s: Settings) -> None:
     bound = (3 / s.model_dim) ** 0.5 * 0.5  # uniform with standard deviation 0.5 / sqrt(C)
     for name, p in model.named_parameters():
         top, last = name.split(".")[0], name.split(".")[-1]
-        if last in ("qkv", "fc"):
+        if last in ("qk", "v", "fc"):
             p.uniform_(-bound, bound, generator=generator)
         elif name.endswith("attn.proj"):
             p.uniform_(-1, 1, generator=generator).mul_(s.attn_init * (3 / s.model_dim) ** 0.5)
@@ -603,10 +608,15 @@ def build_optimizer(model: GPT, s: Settings) -> Muon:
     rates = dict(embed=s.embed_lr, value_embeds=s.value_embed_lr, bigram=s.bigram_lr)
     rates |= dict(lm_head=s.head_lr, scalar=s.scalar_lr)
     adam = dict(use_muon=False, betas=s.adam_betas, eps=s.adam_eps, weight_decay=0.0)
-    groups = {name: dict(lr=lr, **adam) for name, lr in rates.items()}
-    groups["blocks"] = dict(lr=s.lr, weight_decay=s.weight_decay)
+    groups = {name: dict(lr=lr, every=s.adam_every, **adam) for name, lr in rates.items()}
+    groups["scalar"]["every"] = 1
+    muon = dict(lr=s.lr, weight_decay=s.weight_decay)
+    groups |= dict(blocks=dict(muon), mlp_out=muon | dict(lr=s.lr * s.mlp_out_lr))
+    groups["qk"] = muon | dict(heads=s.num_heads // s.qk_heads if s.qk_heads else None)
     for name, p in model.named_parameters():
-        group = groups["scalar" if p.ndim < 2 or name.endswith("gate") else name.split(".")[0]]
+        top, last = name.split(".")[0], name.split(".")[-1]
+        kind = "qk" if last == "qk" else "mlp_out" if name.endswith("mlp.proj") else top
+        group = groups["scalar" if p.ndim < 2 or last in ("gate", "value_gate") else kind]
         group.setdefault("params", []).append((name, p))
         group["initial_lr"] = group["lr"]
     groups = [group for group in groups.values() if "params" in group]
@@ -837,21 +847,11 @@ def log_step(run: Run, optimizer: Muon, step: int, total, count, tokens: int, s:
 def header(run: Run, s: Settings, entries: list[dict], num_params: int, step: int) -> dict:
     """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
     main = getattr(sys.modules["__main__"], "__file__", __file__)  # a test's, which is no record
-    sources = (__file__, main, sys.modules[Muon.__module__].__file__)
-    sources = dict.fromkeys(map(Path, (*sources, harness.__file__, shards.__file__)))
-    return dict(
-        run_id=run.path.stem,
-        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        track=s.preset if dataclasses.replace(PRESETS[s.preset], seed=s.seed) == s else "custom",
-        seed=s.seed,
-        settings=dataclasses.asdict(s),
-        code=harness.keep_code(list(sources), run.path.parent),
-        **harness.machine(run.ranks),
-        num_params=num_params,
-        vocab_size=s.vocab_size,
-        shards=entries,
-        first_step=step,
-    )
+    sources = [__file__, main, sys.modules[Muon.__module__].__file__, shards.__file__]
+    track = s.preset if dataclasses.replace(PRESETS[s.preset], seed=s.seed) == s else "custom"
+    about = dict(track=track, seed=s.seed, settings=dataclasses.asdict(s), num_params=num_params)
+    about |= dict(vocab_size=s.vocab_size, shards=entries, first_step=step)
+    return harness.describe(run, sources) | about
 
 
 CHECKPOINT = {"settings", "step", "train_seconds", "model", "optimizer"}
@@ -939,13 +939,6 @@ def sample(s: Settings, vocabulary: Vocabulary, checkpoint: dict, text: str) -> 
     print(text + vocabulary.decode(ids))
 
 
-def new_log(s: Settings, args: argparse.Namespace) -> Path:
-    """This run's log, empty; UserError."""
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H%M%S")
-    run_id = args.run_id or f"{date}_{s.preset}_s{s.seed}_{secrets.token_hex(2)}"
-    return harness.new_log(args.log_dir.resolve() / f"{run_id}.jsonl", run_id)
-
-
 def main(argv: list[str]) -> int:
     harness.keep_memory()
     try:
@@ -962,7 +955,8 @@ def main(argv: list[str]) -> int:
             return 0
         ranks = harness.join_ranks(s.timeout)
         files, entries = ranks.from_first(lambda: survey_data(s, vocabulary))
-        path = ranks.from_first(lambda: new_log(s, args))
+        name = f"{s.preset}_s{s.seed}"
+        path = ranks.from_first(lambda: harness.new_log(args.log_dir, args.run_id, name))
         run = Run(ranks, path, PROCESS_START)
         if args.resume:
             run.say(", ".join([f"continues after step {args.resume['step']}", *args.changed]))

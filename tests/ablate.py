@@ -42,6 +42,10 @@ VARIANTS = {
     "momentum .85 to .95": "--momentum 0.95 --momentum_start 0.85 --momentum_warmup 200"
     " --momentum_cooldown 50",
     "two heads of 64": "--num_heads 2 --head_dim 64 --attn_scale 0.177",
+    "Q and K by pairs of heads": "--qk_heads 2",
+    "Q and K by heads": "--qk_heads 1",
+    "twice the rate for MLP out": "--mlp_out_lr 2",
+    "Adam on every second step": "--adam_every 2",
     "batch in stages": "--stage_ends 0.33,0.66,1 --batch_tokens 1024,2048,3072 --seq_len"
     " 128,128,128 --max_document 128,128,128 --short_window 128,128,128 --long_window 128,128,128"
     " --stage_lr 0.8,1,1.2",

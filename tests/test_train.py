@@ -474,6 +474,7 @@ BAD = {
     "--value_embed_blocks=9": "block 9",
     "--no_attention=1": "block 1 needs its attention",
     "--skip=3,1": "the earlier one first",
+    "--qk_heads=3": "does not divide --num_heads 4",
     "--future=0.5": "--future_ends",
     "--train_steps=0": "at least 1",
     "--train_steps=100000": "--epochs",
