@@ -257,6 +257,11 @@ class Slot:
         cuts = [(a, min(a + block, R)) for a in range(0, R * C and R, block)]
         return [Piece(self.index, 0, a, b, C, (b - a) * C) for a, b in cuts]
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its gradient waits for an Adam step that is still to come."""
+        return not self.muon and self.group["calls"] % self.group["every"] > 0
+
     def local(self, t: Tensor) -> Tensor:
         """This rank's tensor of the parameter or its gradient."""
         return t.to_local() if self.dtensor else t
@@ -519,8 +524,11 @@ class Muon(torch.optim.Optimizer):
     """Muon on matrices, AdamW on groups with use_muon=False: one object for a whole model.
 
     A group is a dict of "params" (tensors or (name, tensor)) and any argument from lr to heads; an
-    Adam group takes lr, weight_decay, betas, eps and `every`: it steps on every k-th call, on the
-    sum of the gradients since. A value out of range or a wrong parameter is a ValueError.
+    Adam group takes lr, weight_decay, betas, eps and `every`. A value out of range or a wrong
+    parameter is a ValueError.
+
+    every: an Adam group steps on every k-th call, on what has gathered in .grad since, and sends
+      nothing in between. zero_grad() of this object leaves it alone; full_state_dict() has it.
 
     scale: "original" sqrt(max(1, r/c)), "match_rms_adamw" rms sqrt(max(r, c)), "spectral"
       sqrt(r/c), or a function of (r, c). cautious: decay only where update and weight have one
@@ -630,7 +638,7 @@ class Muon(torch.optim.Optimizer):
                     keep(name, dims, torch.float32, tuple((0, d) for d in dims), dims[1:])
             else:
                 shape = values.shape if s.whole else (q.rows, q.cols)
-                for name in ("exp_avg", "exp_avg_sq", "grad_sum")[: 2 + (s.group["every"] > 1)]:
+                for name in ("exp_avg", "exp_avg_sq"):
                     keep(name, s.dims, wide, box, shape, counts=s.first)
                 alone = k == 0 and not (s.sharded and s.home.rank)
                 keep("step", (1, 1, 1), torch.float32, unit, (), counts=alone)
@@ -679,6 +687,16 @@ class Muon(torch.optim.Optimizer):
                 dist.all_reduce(whole, group=s.home.group)
             shape = () if name == "step" else s.shape if dims == s.dims else dims[1:]
             state[s.index][name] = whole.cpu().view(shape)
+        for s in self._slots:
+            if not s.muon and s.group["every"] > 1:  # the mean of what the ranks have gathered
+                whole = torch.zeros(s.dims, dtype=s.p.dtype, device=s.device)
+                if s.gathers and s.p.grad is not None and s.first:
+                    part = whole[tuple(slice(a, b) for a, b in s.box)]
+                    part.copy_(s.local(s.p.grad).reshape(part.shape))
+                if s.home.size > 1:
+                    dist.all_reduce(whole, group=s.home.group)
+                    whole /= 1 if s.sharded else s.home.size
+                state[s.index]["grad"] = whole.cpu().view(s.shape)
         groups = super().state_dict()["param_groups"]
         groups = [{k: v for k, v in g.items() if not callable(v)} for g in groups]
         return {"state": state, "param_groups": groups}
@@ -698,6 +716,12 @@ class Muon(torch.optim.Optimizer):
         self._build({k: state_dict["state"].get(i, {}) for k, i in enumerate(ids)})
 
     def _fill(self, saved: dict[int, dict]) -> None:
+        for s in self._slots:
+            grad = saved.get(s.index, {}).get("grad")
+            if s.gathers and grad is not None:
+                s.p.grad = torch.zeros_like(s.p)
+                part = grad.reshape(s.dims)[tuple(slice(a, b) for a, b in s.box)]
+                s.local(s.p.grad).copy_(part.reshape(s.local(s.p).shape))
         for (s, name), (dims, _, parts) in self._parts.items():
             values = saved.get(s.index)
             for key, box, t, _ in parts if values is not None else ():
@@ -737,36 +761,44 @@ class Muon(torch.optim.Optimizer):
         if not self._checked:
             self._check_alike()
             self._checked = True
+        due = [r for r in self._rounds if r.due()]
         grads = [self._grad(s) for s in self._slots]
-        for r in self._rounds:
+        for r in due:
             r.start(grads)
-        received = [r.gradients() for r in self._rounds]
-        present, bad = self._verdict(grads, received)
-        if bad and self.nonfinite != "ignore":
-            if self.nonfinite == "skip" or hasattr(self, "found_inf"):
-                return loss
+        received = [r.gradients() for r in due]
+        present, bad = self._verdict(grads, due, received)
+        skip = bad and (self.nonfinite == "skip" or hasattr(self, "found_inf"))
+        if bad and self.nonfinite != "ignore" and not skip:
             raise FloatingPointError(
                 f"the gradient of parameter {bad[0]} (and {len(bad) - 1} others) is not finite; "
                 'nothing was changed; nonfinite="skip" leaves such steps out'
             )
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                group["calls"] = (group["calls"] + 1) % group["every"]
+        if skip:
+            return loss
         self._weights = [s.view(s.p) for s in self._slots]
-        due = [r for r in self._rounds if r.due()]
-        for r, gs in zip(self._rounds, received, strict=True):
+        for r, gs in zip(due, received, strict=True):
             if r.reduces:  # zeros where no rank had a gradient
                 gs = [g if present[q.slot] else None for q, g in zip(r.mine, gs, strict=True)]
             (self._muon if r.muon else self._adam)(r, gs)
-            if r in due:
-                r.publish()
+            r.publish()
         for r in due:
             r.finish(present)
         for s, w in zip(self._slots, self._weights, strict=True):
             if not s.whole and w.data_ptr() != (p := s.local(s.p)).data_ptr():
                 p.copy_(w.view(p.shape))  # channels_last has no such view
         self._weights = None
-        for group in self.param_groups:
-            if not group["use_muon"]:
-                group["calls"] += 1
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """torch's, but the gradients of an Adam group with `every` gather until its next step."""
+        for s in self._slots:
+            if set_to_none and not s.gathers:
+                s.p.grad = None
+            elif s.p.grad is not None and not s.gathers:
+                s.p.grad.detach_().zero_()
 
     def _grad(self, s: Slot) -> Tensor | None:
         g = s.p.grad if s.p.requires_grad else None
@@ -779,13 +811,13 @@ class Muon(torch.optim.Optimizer):
         g, scale = s.view(g), getattr(self, "grad_scale", None)
         return g if scale is None else g / scale  # a GradScaler's, which may differ between ranks
 
-    def _verdict(self, grads: list, received: list[list]) -> tuple[list[float], list[str]]:
+    def _verdict(self, grads: list, due: list, received: list) -> tuple[list[float], list[str]]:
         """(on how many ranks each parameter has a gradient, names of the bad ones); grad_norm."""
         device = self._rounds[0].device if self._rounds else torch.device("cpu")
         wide = torch.float32 if device.type == "mps" else torch.float64
         present = torch.tensor([g is not None for g in grads], dtype=wide, device=device)
         squares = torch.zeros_like(present)
-        for r, gs in zip(self._rounds, received, strict=True):
+        for r, gs in zip(due, received, strict=True):
             some = [(q.slot, g) for q, g in zip(r.mine, gs, strict=True) if g is not None]
             if some and r.share:
                 slots, gs = zip(*some, strict=True)
@@ -889,11 +921,7 @@ class Muon(torch.optim.Optimizer):
     def _adam(self, r: Round, grads: list[Tensor | None]) -> None:
         todo = defaultdict(list)
         for q, g in zip(r.mine, grads, strict=True):
-            own, group, w = self._own[q], self._slots[q.slot].group, r.cut(self._weights, q)
-            if group["every"] > 1:
-                if g is not None:
-                    own["grad_sum"].add_(g.view_as(w))
-                g = own["grad_sum"] if r.due() and own["grad_sum"].any() else None
+            group, w = self._slots[q.slot].group, r.cut(self._weights, q)
             if g is not None:
                 todo[id(group)].append((q, w, g.view_as(w)))
         for items in todo.values():
@@ -910,8 +938,6 @@ class Muon(torch.optim.Optimizer):
             )  # fmt: skip
             if targets is not weights:
                 torch._foreach_copy_(weights, targets)
-            if group["every"] > 1:
-                torch._foreach_zero_([self._own[q]["grad_sum"] for q in qs])
 
 
 def _norms(ts: Sequence[Tensor], wide: torch.dtype) -> Tensor:

@@ -818,6 +818,7 @@ def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader:
         for p, first in zip(model.parameters(), weights, strict=True):
             p.copy_(first)
     optimizer.load_state_dict(state)
+    optimizer.zero_grad()
 
 
 def validate(run: Run, forward, validation: Validation, step: int, steps: int, tokens: int):
