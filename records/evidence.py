@@ -32,7 +32,7 @@ TRACKS = {  # what every record of a track shares, pinned here and nowhere else
     },
     "cpu": {
         "metric": "bits_per_byte", "unit": "bits per byte",
-        "target": 1.385,  # the baseline record's mean, rounded up in the third decimal
+        "target": 1.365,  # the baseline record's mean, rounded up in the third decimal
         "val_tokens": {257: 495_192, 512: 227_224, 1024: 177_414, 2048: 148_787, 4096: 127_719,
                        8192: 113_271, 50257: 95_721},
         "val_bytes": 495_181,
