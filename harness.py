@@ -1,4 +1,4 @@
-"""What a training run needs around it: a launcher, ranks, clock and log, checkpoints, a good end.
+"""What a run needs around it: launcher, flags, ranks, clock and log, checkpoints, a good end.
 
     python harness.py --nproc_per_node 2 train_gpt.py [flags]         torchrun, with a last sentence
 
@@ -6,10 +6,13 @@ Nothing here knows of a model. A run ends in one of three ways, ok, failed or in
 says which and why, its exit code is 0 only for the first, and no process of it stays behind.
 """
 
+import argparse
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -23,6 +26,7 @@ import signal
 import sys
 import threading
 import traceback
+import typing
 from pathlib import Path
 from time import perf_counter as now
 from time import sleep, time
@@ -49,6 +53,86 @@ from shards import UserError
 
 BEAT = 1.0  # seconds between two looks at the launcher, and two signs of life
 GRACE = 3.0  # seconds to end in order after the launcher has gone
+
+# ------------------------------------------------------------------------------------------------
+# flags
+
+
+def parse_value(field: dataclasses.Field, text):
+    """A flag's text -> the field's value; ValueError where it is not of the field's type."""
+    if typing.get_origin(field.type) is tuple:
+        kind = typing.get_args(field.type)[0]
+        return tuple(kind(part) for part in text.split(",") if part)
+    return text if field.type is bool else field.type(text)
+
+
+def make_parser(first, other) -> argparse.ArgumentParser:
+    """A flag for every field of a dataclass; its help is the field's trailing comment."""
+
+    def refuse(message: str):
+        raise UserError(f"{message}; `./run.sh --help` lists the flags")
+
+    parser = argparse.ArgumentParser(
+        prog="./run.sh",
+        allow_abbrev=False,
+        description="Train a GPT. Every setting is a flag, tuples are written a,b,c; defaults are"
+        f" the {first.preset} preset's, in brackets the {other.preset} preset's where it differs.",
+    )
+    parser.error, flag = refuse, parser.add_argument
+    flag("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
+    flag("--log_dir", type=Path, default=ROOT / "logs", help="folder of the log (logs)")
+    flag("--resume", type=Path, help="a checkpoint, or a folder of them: go on from the newest")
+    flag("--sample", help="print a text's continuation by the checkpoint of --resume, and stop")
+    flag("--check", action="store_true", help="check settings and data, and stop")
+    flag("--shards_needed", action="store_true", help="print the FineWeb shards to fetch, and stop")
+    source = inspect.getsource(type(first))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    for field in dataclasses.fields(first):
+        values = [getattr(preset, field.name) for preset in (first, other)]
+        default = f"{values[0]}" + (f" [{values[1]}]" if values[0] != values[1] else "")
+        how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else {}
+        text = f"{comments[field.name]} ({default})".replace("%", "%%")
+        flag(f"--{field.name}", help=text, default=None, **how)
+    return parser
+
+
+def read_flags(argv: list[str], presets: dict, default: str, habits: str, checkpoint: set[str]):
+    """Flags -> settings, and a namespace of what is none; UserError for a mistake.
+
+    presets: two instances of one dataclass of settings. With --resume the checkpoint's settings
+    take the preset's place, only `habits` may change, and args.resume is what the checkpoint holds.
+    """
+    args = make_parser(*presets.values()).parse_args(argv)
+    preset = args.preset or default
+    if preset not in presets:
+        raise UserError(f"--preset {preset}: there are {', '.join(presets)}")
+    base, changes, args.changed = presets[preset], {}, []
+    fields = dataclasses.fields(base)
+    if args.resume:
+        args.resume = read_checkpoint(args.resume, checkpoint)
+        if args.resume["settings"].keys() != {field.name for field in fields}:
+            raise UserError("--resume: a checkpoint of another version of train_gpt.py")
+        base = type(base)(**args.resume["settings"])
+        if args.preset not in (None, base.preset):
+            raise UserError(f"--preset {preset}: the run to resume has {base.preset}")
+    for field in fields[1:]:
+        value, old = getattr(args, field.name), getattr(base, field.name)
+        try:
+            if value is not None:
+                changes[field.name] = parse_value(field, value)
+        except ValueError:
+            kind = getattr(field.type, "__name__", field.type)
+            raise UserError(f"--{field.name} {value}: not of type {kind}") from None
+        if args.resume and changes.get(field.name, old) != old:
+            if field.name not in habits.split():
+                raise UserError(f"--{field.name} {value}: the run to resume has {old}")
+            args.changed.append(f"--{field.name} {value} (was {old})")
+    if args.run_id and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", args.run_id):
+        raise UserError(f"--run_id {args.run_id!r}: letters, digits, '.', '_', '-', at most 64")
+    if args.sample is not None and not args.resume:
+        raise UserError("--sample: needs --resume CHECKPOINT")
+    return dataclasses.replace(base, **changes), args
+
 
 # ------------------------------------------------------------------------------------------------
 # ranks

@@ -14,17 +14,13 @@ from time import perf_counter as now
 
 PROCESS_START = now()  # a run's wall clock starts before torch is imported
 
-import argparse
 import copy
 import dataclasses
-import inspect
 import itertools
 import math
 import os
-import re
 import shutil
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -144,82 +140,13 @@ CPU = dataclasses.replace(
     **dict(short_window=(128,), long_window=(128,), val_seq_len=128, val_windows=(128, 128)),
     **dict(lr=0.04, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
     **dict(weight_decay=0.0, cautious=False, beta2=0.95, head_lr=0.01, scalar_lr=0.025),
-    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096, head_rows=256),
-    **dict(val_every=350, compile=False, sample_tokens=80, target=1.365, timeout=60),
+    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096),
+    **dict(head_rows=256, val_every=350, compile=False, sample_tokens=80, timeout=60),
+    target=1.365,
 )
 PRESETS = {"gpu": Settings(), "cpu": CPU}
 # whatever these are, a run stays the same: they may change when it goes on from a checkpoint
 HABITS = "val_every log_every save_every sample_tokens micro_batch_tokens head_rows compile timeout"
-
-
-def parse_flag(field: dataclasses.Field, text: str):
-    """A flag's text -> the field's value; ValueError where it is not of the field's type."""
-    if typing.get_origin(field.type) is tuple:
-        kind = typing.get_args(field.type)[0]
-        return tuple(kind(part) for part in text.split(",") if part)
-    return field.type(text)
-
-
-def parse_arguments(argv: list[str]) -> tuple[Settings, argparse.Namespace]:
-    """Flags -> settings, and what is none: run_id, log_dir, resume, sample, check, shards_needed.
-
-    With --resume the checkpoint's settings take the preset's place, and `resume` is what it holds.
-    """
-
-    def refuse(message: str):
-        raise UserError(f"{message}; `./run.sh --help` lists the flags")
-
-    parser = argparse.ArgumentParser(
-        prog="./run.sh",
-        allow_abbrev=False,
-        description="Train a GPT. Every setting is a flag, tuples are written a,b,c; defaults are"
-        " the gpu preset's, in brackets the cpu preset's where it differs.",
-    )
-    parser.error, flag = refuse, parser.add_argument
-    flag("--run_id", help="name of the log, [A-Za-z0-9._-]{1,64} (the time)")
-    flag("--log_dir", type=Path, default=ROOT / "logs", help="folder of the log (logs)")
-    flag("--resume", type=Path, help="a checkpoint, or a folder of them: go on from the newest")
-    flag("--sample", help="print a text's continuation by the checkpoint of --resume, and stop")
-    flag("--check", action="store_true", help="check settings and data, and stop")
-    flag("--shards_needed", action="store_true", help="print the FineWeb shards to fetch, and stop")
-    # a field's trailing comment is its help: the source and --help say the same
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Settings), re.M))
-    for field in dataclasses.fields(Settings):
-        default, cpu = field.default, getattr(CPU, field.name)
-        text = f"{comments[field.name]} ({default}{'' if cpu == default else f' [{cpu}]'})"
-        how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else {}
-        flag(f"--{field.name}", help=text.replace("%", "%%"), default=None, **how)
-    args = parser.parse_args(argv)
-    preset = args.preset or ("gpu" if torch.cuda.is_available() else "cpu")
-    if preset not in PRESETS:
-        raise UserError(f"--preset {preset}: there are {', '.join(PRESETS)}")
-    base, changes = PRESETS[preset], {}
-    args.changed = []  # since the run to resume was started
-    if args.resume:
-        args.resume = harness.read_checkpoint(args.resume, CHECKPOINT)
-        if args.resume["settings"].keys() != {field.name for field in dataclasses.fields(Settings)}:
-            raise UserError("--resume: a checkpoint of another version of train_gpt.py")
-        base = Settings(**args.resume["settings"])
-        if args.preset not in (None, base.preset):
-            raise UserError(f"--preset {preset}: the run to resume has {base.preset}")
-    for field in dataclasses.fields(Settings)[1:]:
-        value = getattr(args, field.name)
-        try:
-            if value is not None:
-                changes[field.name] = value if field.type is bool else parse_flag(field, value)
-        except ValueError:
-            kind = getattr(field.type, "__name__", field.type)
-            raise UserError(f"--{field.name} {value}: not of type {kind}") from None
-        old = getattr(base, field.name)
-        if args.resume and changes.get(field.name, old) != old:
-            if field.name not in HABITS.split():
-                raise UserError(f"--{field.name} {value}: the run to resume has {old}")
-            args.changed.append(f"--{field.name} {value} (was {old})")
-    if args.run_id and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", args.run_id):
-        raise UserError(f"--run_id {args.run_id!r}: letters, digits, '.', '_', '-', at most 64")
-    if args.sample is not None and not args.resume:
-        raise UserError("--sample: needs --resume CHECKPOINT")
-    return dataclasses.replace(base, **changes), args
 
 
 def check_settings(s: Settings, world_size: int) -> None:
@@ -958,7 +885,8 @@ def sample(s: Settings, vocabulary: Vocabulary, checkpoint: dict, text: str) -> 
 def main(argv: list[str]) -> int:
     harness.keep_memory()
     try:
-        s, args = parse_arguments(argv)
+        default = "gpu" if torch.cuda.is_available() else "cpu"
+        s, args = harness.read_flags(argv, PRESETS, default, HABITS, CHECKPOINT)
         check_settings(s, int(os.environ.get("WORLD_SIZE", 1)))
         vocabulary = Vocabulary(s.vocab_size)
         if args.shards_needed:

@@ -399,9 +399,11 @@ def rows(track: str, prefix: str) -> list[str]:
         s = summary(record)
         who = html.escape(", ".join(record.about["authors"])).replace("|", "&#124;")
         faster = f"{s['ratio']:.2f} (p = {s['time_p']:.1g})" if s["pairs"] else ""
+        chance = "defines the target" if record.about.get("role") == "baseline" \
+            else f"p = {s['p']:.1g}"
         lines.append(
             f"| {folder.name[:10]} | [{folder.name[11:]}]({prefix}{track}/{folder.name}/) | {who} "
-            f"| {s['mean']:.4f} (sd {s['deviation']:.4f}, n = {s['n']}, p = {s['p']:.1g}) "
+            f"| {s['mean']:.4f} (sd {s['deviation']:.4f}, n = {s['n']}, {chance}) "
             f"| {s['seconds']:.1f} | {faster} | {s['steps']:,} | {s['tokens']:,} | {s['lines']} |")
     return [f"**{track}**: {what['target']} {what['unit']} or less", "", *([
         f"| date | record | by | {what['unit']} | training, s | times as fast | steps | tokens "
