@@ -89,7 +89,7 @@ class Settings:
     cooldown_floor: float = 0.15  # to this fraction
     # optimizer: Muon for the blocks' matrices, Adam for the rest
     lr: float = 0.023  # Muon's
-    mlp_out_lr: float = 1.0  # times lr, for the MLPs' output matrices
+    mlp_out_lr: float = 4.0  # times lr, for the MLPs' output matrices
     qk_heads: int = 2  # heads of a query or key matrix to Muon; 0: all in one
     momentum: float = 0.95  # Muon's, between warm-up and cool-down
     momentum_start: float = 0.85  # at the first and the last step
@@ -138,7 +138,8 @@ CPU = dataclasses.replace(
     **dict(batch_tokens=(2048,), seq_len=(128,), max_document=(128,), stage_lr=(1.0,)),
     **dict(short_window=(128,), long_window=(128,), val_seq_len=128, val_windows=(128, 128)),
     **dict(lr=0.04, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
-    **dict(weight_decay=0.0, cautious=False, beta2=0.95, head_lr=0.01, scalar_lr=0.025),
+    **dict(mlp_out_lr=1.0, weight_decay=0.0, cautious=False, beta2=0.95),
+    **dict(head_lr=0.01, scalar_lr=0.025),
     **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096),
     **dict(head_rows=256, val_every=365, compile=False, sample_tokens=80, timeout=60),
     target=1.365,
@@ -339,9 +340,9 @@ class Attention(nn.Module):
         self.qk = nn.Parameter(torch.empty(2, s.model_dim, s.model_dim))
         self.v = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
         self.proj = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
-        gates = lambda has: nn.Parameter(torch.empty(s.num_heads, 12)) if has else None  # noqa: E731
-        self.gate = gates(s.attn_gate)
-        self.value_gate = gates(s.value_gate and block in s.value_embed_blocks)
+        has_value_gate = s.value_gate and block in s.value_embed_blocks
+        self.gate = nn.Parameter(torch.empty(s.num_heads, 12)) if s.attn_gate else None
+        self.value_gate = nn.Parameter(torch.empty(s.num_heads, 12)) if has_value_gate else None
         self.own_value = nn.Parameter(torch.empty(s.num_heads)) if s.own_value else None
         half, count = s.head_dim // 2, round(s.head_dim // 2 * s.rope_fraction)
         still = torch.arange(s.head_dim) % half >= count  # dimensions that do not rotate
@@ -506,9 +507,7 @@ class GPT(nn.Module):
             ahead.append(F.pad(ahead[-1][:, 1:], (0, 1), value=-1).masked_fill(after, -1))
         targets = torch.stack(ahead, -1).flatten(0, 1)
         hidden = self.hidden(ids, segments, windows).flatten(0, 1)
-        return HeadLoss.apply(
-            hidden, self.lm_head, targets, weights, self.softcap, self.head_rows
-        )
+        return HeadLoss.apply(hidden, self.lm_head, targets, weights, self.softcap, self.head_rows)
 
 
 @torch.no_grad()
@@ -863,11 +862,12 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
         with run.off_clock("sample"):
             ids = generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
         run.say(f"a sample: {vocabulary.decode(ids).strip()!r}")
-    verdict = "reached" if (loss if s.preset == "gpu" else bits) <= s.target else "missed"
+    reached = (loss if s.preset == "gpu" else bits) <= s.target
     run.say(
         f"{loss:.4f} nats per token, {bits:.4f} bits per byte after {seconds:.1f} s of training,"
-        f" {tokens / seconds:,.0f} tokens/s, {harness.peak_memory(ranks.device):,.0f} MiB a rank;"
-        f" target {s.target} {verdict}"
+        f" {tokens / seconds:,.0f} tokens/s, {harness.peak_memory(ranks.device):,.0f} MiB a rank\n"
+        f"target {s.target} {'reached' if reached else 'missed'}; another seed: ./run.sh --seed"
+        f" {s.seed + 1}; a record: ./run.sh record NAME --runs 8"
     )
 
 

@@ -29,10 +29,11 @@ VARIANTS = {
     "softmax scale 1/sqrt(D)": "--attn_scale 0.177",
     "no cool-down": "--cooldown_floor 1.0",
     "one Adam rate for all tables": "--embed_lr 0.05 --value_embed_lr 0.05",
+    "no attention gate": "--no-attn_gate",
+    "own value left in (no XSA)": "--no-own_value",
+    "Q and K whole, not by pairs of heads": "--qk_heads 0",
     # put in
-    "attention gate": "--attn_gate",
     "value embedding gate": "--value_gate",
-    "own value taken out (XSA)": "--own_value",
     "V and O from uniform": "--attn_init 0.5",
     "second next token": "--future 0.5 --future_ends 0.66",
     "signs for bigrams": "--bigram_signs 8192",
@@ -42,7 +43,6 @@ VARIANTS = {
     "momentum .85 to .95": "--momentum 0.95 --momentum_start 0.85 --momentum_warmup 200"
     " --momentum_cooldown 50",
     "two heads of 64": "--num_heads 2 --head_dim 64 --attn_scale 0.177",
-    "Q and K by pairs of heads": "--qk_heads 2",
     "Q and K by heads": "--qk_heads 1",
     "twice the rate for MLP out": "--mlp_out_lr 2",
     "Adam on every second step": "--adam_every 2",

@@ -1,12 +1,15 @@
 """The repository as a whole: run.sh as a user calls it, budgets, and what no file may contain."""
 
 import ast
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,7 @@ def start_sh(*arguments: str, folder: Path = ROOT, **variables: str) -> subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -91,6 +95,42 @@ def test_two_machines_train_like_one_with_as_many_ranks(tmp_path):
     one = run_sh(*flags, NPROC="2")
     last = [out.split("step:3/3 ")[1].split()[0] for out in (said[0][0], one.stdout)]
     assert last[0] == last[1] and "val_loss" in last[0]
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_ends_the_other_which_says_so(tmp_path):
+    flags = ["--train_steps=400", "--val_tokens=2000", "--timeout=20", f"--log_dir={tmp_path}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    flags.append("--run_id=x")
+    nodes = [start_sh(*flags, NODE_RANK=rank, **shared) for rank in "01"]
+    try:
+        log, deadline = tmp_path / "x.jsonl", time.monotonic() + 90
+        while not (log.exists() and '"step"' in log.read_text()):
+            assert time.monotonic() < deadline and nodes[0].poll() is None
+            time.sleep(0.2)
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        _, said = nodes[0].communicate(timeout=60)
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+    assert nodes[0].returncode != 0
+    assert re.search(r"rank 0: failed: .*(onnection|imed out)", said.strip().splitlines()[-1])
+    assert '"status": "failed"' in log.read_text().splitlines()[-1]
+
+
+def test_a_port_that_is_taken_is_said():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = run_sh("--train_steps=3", NODE_RANK="0", **shared)
+    assert done.returncode == 1
+    assert re.search(rf"launcher failed: .*({port}|in use)", done.stderr.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize(

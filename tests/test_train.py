@@ -104,6 +104,55 @@ def test_attention_sees_its_own_segment_within_the_window_and_nothing_else():
                 assert torch.allclose(ours[b, i, h], weights @ v[b, seen, h], atol=1e-6)
 
 
+def test_attention_with_everything_on_is_its_formula():
+    """Gates, value embedding, own value, keys of the token before: by loops, in fp64."""
+    s = dataclasses.replace(TINY_GPU, rope_fraction=0.5)
+    H, D, C, T, block = s.num_heads, s.head_dim, s.model_dim, 12, 3
+    generator = torch.Generator().manual_seed(0)
+    attn, window = t.Attention(s, block).double(), 6
+    with torch.no_grad():
+        for p in attn.parameters():
+            p.normal_(std=0.3, generator=generator)
+    x, value = torch.randn(2, 1, T, C, generator=generator).double()
+    begins = torch.tensor([i in (0, 7) for i in range(T)])
+    cos, sin, _ = (y.double() if isinstance(y, torch.Tensor) else y
+                   for y in t.rotary_tables(T, s.long_window[0], s))  # fmt: skip
+    place = t.Place(cos, sin, 1.5, begins[None, :, None, None])
+    ours = attn(x, value, place, t.sight(begins[None].cumsum(1), window, T).double())[0]
+
+    def unit(y):
+        return y / y.square().mean(-1, keepdim=True).sqrt()
+
+    def turn(y, at):  # pairs (i, i + D/2) as complex numbers; the first half of them rotates
+        pairs = torch.complex(y[..., : D // 2], y[..., D // 2 :])
+        angle = torch.zeros(D // 2).double()
+        count = D // 4
+        angle[:count] = at * 1024.0 ** -torch.linspace(0, 1, count).double()
+        turned = pairs * torch.polar(torch.ones_like(angle), -angle)
+        return torch.cat([turned.real, turned.imag], -1)
+
+    x, value, still = x[0], value[0], torch.arange(D) % (D // 2) >= D // 4
+    q, k = ((x @ w.T).view(T, H, D) for w in attn.qk)
+    q, k = (torch.stack([turn(unit(y[i]), i) for i in range(T)]) for y in (q, k))
+    shifted = k.clone()
+    for i in range(1, T):
+        if not begins[i]:
+            shifted[i][:, still] = k[i - 1][:, still]
+    both = torch.cat([x[:, :6], value[:, :6]], -1)
+    v = (x @ attn.v.T).view(T, H, D)
+    v = v + 2 * torch.sigmoid(both @ attn.value_gate.T)[..., None] * value.view(T, H, D)
+    for i in range(T):
+        seen = [j for j in range(max(0, i - window), i + 1) if not begins[j + 1 : i + 1].any()]
+        heads = []
+        for h in range(H):
+            chance = torch.softmax(1.5 * s.attn_scale * shifted[seen, h] @ q[i, h], 0)
+            y, own = chance @ v[seen, h], unit(v[i, h])
+            y = y - attn.own_value[h].tanh() * (y @ own) / D * own
+            y = y * 2 * torch.sigmoid(x[i, :12] @ attn.gate[h])
+            heads.append(y)
+        assert torch.allclose(ours[i], torch.cat(heads) @ attn.proj.T, atol=1e-5), i
+
+
 @pytest.mark.parametrize("s", [TINY, TINY_GPU], ids=["cpu", "gpu"])
 def test_no_logit_depends_on_a_later_token_or_on_another_document(s):
     model, size, windows = shaken(s), s.seq_len[-1], (s.short_window[-1], s.long_window[-1])
