@@ -4,8 +4,9 @@
 # ./run.sh record NAME --runs 8 [...]   a record attempt: see records/README.md
 # ./run.sh --help                       every flag
 #
-# Environment: NPROC processes on this machine (default: its GPUs, or its cores), NNODES, NODE_RANK
-# and MASTER_ADDR for several machines, PYTHON the interpreter that a new .venv is made with.
+# Environment: NPROC processes on this machine (default: its GPUs, or its cores), NNODES, NODE_RANK,
+# MASTER_ADDR, MASTER_PORT (29500) and JOIN_TIMEOUT (600 s) for several machines, PYTHON the
+# interpreter that a new .venv is made with.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
@@ -75,7 +76,7 @@ nproc=${NPROC:-$default} nnodes=${NNODES:-1}
 if ((nnodes > 1)); then
     rendezvous=(--nnodes "$nnodes" --node_rank "${NODE_RANK:?NODE_RANK: 0 on the first machine, then 1, 2, ...}"
         --master_addr "${MASTER_ADDR:?MASTER_ADDR: the address of the first machine}"
-        --master_port "${MASTER_PORT:-29500}")
+        --master_port "${MASTER_PORT:-29500}" --rdzv_conf "timeout=${JOIN_TIMEOUT:-600}")
 else
     rendezvous=(--standalone)
 fi

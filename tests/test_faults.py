@@ -1,6 +1,7 @@
 """Faults, resume and safety: a run keeps its word when things go wrong."""
 
 import dataclasses
+import itertools
 import json
 import os
 import socket
@@ -217,3 +218,26 @@ def test_odd_surroundings_change_nothing(how, tmp_path):
     done = script(*flags, **more)
     log = [json.loads(line) for line in open(folder + b"/x.jsonl", "rb").read().splitlines()]
     assert done.returncode == 0 and log[-1]["status"] == "ok", done.stderr
+
+
+def test_a_clock_that_is_set_back_changes_nothing(tmp_path, monkeypatch):
+    past = iter(range(10**9, 0, -1))
+    monkeypatch.setattr("time.time", lambda: float(next(past)))
+    go(0, 1, settings(TINY), tmp_path, "run", None)
+    lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    seconds = [line["train_seconds"] for line in lines if line["kind"] == "step"]
+    assert len(seconds) == 10 and all(a < b for a, b in itertools.pairwise(seconds))
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_meet(tmp_path):
+    launch = [sys.executable, str(ROOT / "harness.py"), "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(ROOT / "train_gpt.py"), *SMALL, f"--log_dir={tmp_path}"]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen(command, cwd=ROOT, env=environment, **quiet) for _ in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    logs = list(tmp_path.glob("*.jsonl"))
+    assert len(logs) == 2
+    assert losses(logs[0]) == losses(logs[1])

@@ -122,13 +122,23 @@ def test_a_machine_that_dies_ends_the_other_which_says_so(tmp_path):
     assert '"status": "failed"' in log.read_text().splitlines()[-1]
 
 
+@pytest.mark.parametrize("rank, said", [("0", "1/2 clients joined"), ("1", "timed out")])
+def test_a_machine_that_never_comes_is_waited_for_so_long_and_no_longer(rank, said):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = run_sh("--train_steps=3", NODE_RANK=rank, JOIN_TIMEOUT="4", **shared)
+    assert done.returncode == 1 and said in done.stderr.strip().splitlines()[-1]
+
+
 def test_a_port_that_is_taken_is_said():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
         shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = run_sh("--train_steps=3", NODE_RANK="0", **shared)
+        done = run_sh("--train_steps=3", NODE_RANK="0", JOIN_TIMEOUT="4", **shared)
     assert done.returncode == 1
     assert re.search(rf"launcher failed: .*({port}|in use)", done.stderr.strip().splitlines()[-1])
 
