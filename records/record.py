@@ -377,6 +377,7 @@ def run(args) -> int:
                    "--seed", str(seed), "--run_id", run_id, "--log_dir",
                    str(folder.relative_to(ROOT))]
         status = close(folder, run_id, exit_code := watch(command, lock))
+        shutil.rmtree(folder / "code", ignore_errors=True)  # a script's own copy: it is in the plan
         if status != "ok":
             print(f"record.py: {run_id} {status}, exit code {exit_code}; "
                   + ("the same command goes on from here" if status == "interrupted" else
