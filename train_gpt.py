@@ -742,7 +742,9 @@ def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader:
     Weights and optimizer state are restored after. In between no weight is zero any more, as many
     are at first, so that the causality probe sees every part.
     """
-    weights = [p.detach().clone() for p in model.parameters()]
+    before = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
+    for p, _, _ in before:
+        p.grad = None
     state = copy.deepcopy(optimizer.state_dict())
     rng = np.random.default_rng(run.ranks.rank)
     for end in s.stage_ends:
@@ -755,10 +757,10 @@ def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader:
             train_step(forward, optimizer, batches, step, s, run.ranks)
     probe_causality(run, model, s, loader)
     with torch.no_grad():
-        for p, first in zip(model.parameters(), weights, strict=True):
-            p.copy_(first)
+        for p, value, grad in before:
+            p.copy_(value)
+            p.grad = grad  # of a table between two steps of Adam
     optimizer.load_state_dict(state)
-    optimizer.zero_grad()
 
 
 def validate(run: Run, forward, validation: Validation, step: int, steps: int, tokens: int):

@@ -106,7 +106,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one_two_and_four(s, tmp_path):
         for name, value in tensors(told).items():  # then rounding grows with every step
             reference = straight[name].double()
             error = (value.double() - reference).norm() / reference.norm().clamp(min=1e-3)
-            assert error <= (0 if world_size == 2 else 1e-4), (world_size, name, error)
+            # local gradients of an interval are saved as their mean: equal but for rounding
+            exact = world_size == 2 and s.adam_every == 1
+            assert error <= (0 if exact else 1e-3), (world_size, name, error)
 
 
 def test_the_two_newest_are_kept_and_what_is_unfinished_does_not_count(tmp_path):
