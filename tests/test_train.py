@@ -406,7 +406,7 @@ def test_ranks_and_accumulation_change_nothing(s):
     s = dataclasses.replace(s, val_tokens=3001)  # divides by nothing
     steps = s.train_steps
     alone, val = first_steps(0, 1, s, steps)
-    assert alone[0][0] > alone[-1][0] and alone[0][1] > 0
+    assert alone[0][0] > alone[-1][0] and alone[-1][1] > 0
     smaller = dataclasses.replace(s, micro_batch_tokens=max(s.seq_len))
     split, split_val = first_steps(0, 1, smaller, steps)
     assert np.allclose(alone, split, rtol=1e-5) and np.allclose(val, split_val, rtol=1e-5)
