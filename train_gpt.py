@@ -747,8 +747,8 @@ def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader:
         p.grad = None
     state = copy.deepcopy(optimizer.state_dict())
     rng = np.random.default_rng(run.ranks.rank)
-    for end in s.stage_ends:
-        step = max(0, round(end * s.train_steps) - 1)
+    for start in (0, *s.stage_ends[:-1]):
+        step = round(start * s.train_steps)
         stage, size = stage_at(step, s), stage_at(step, s).seq_len
         row = [(rng.integers(s.vocab_size, size=size + 1).astype(np.uint16), 0, size)]
         rows = [row] * (stage.batch_tokens // size // run.ranks.world_size)
