@@ -257,11 +257,6 @@ class Slot:
         cuts = [(a, min(a + block, R)) for a in range(0, R * C and R, block)]
         return [Piece(self.index, 0, a, b, C, (b - a) * C) for a, b in cuts]
 
-    @property
-    def gathers(self) -> bool:
-        """Whether its gradient waits for an Adam step that is still to come."""
-        return not self.muon and self.group["calls"] % self.group["every"] > 0
-
     def local(self, t: Tensor) -> Tensor:
         """This rank's tensor of the parameter or its gradient."""
         return t.to_local() if self.dtensor else t
@@ -312,6 +307,16 @@ def _layout(p: Tensor, name: str, world: Comm, tp_group: Any) -> tuple:
     if math.prod(b - a for a, b in boxes[comm.rank]) != here.numel():
         raise ValueError(f"parameter {name} of shape {shape} is sharded in an unknown way")
     return shape, comm, boxes, copies
+
+
+def _gathers(group: dict) -> bool:
+    """Whether the gradients of a group wait for an Adam step that is still to come."""
+    return not group["use_muon"] and group["calls"] % group["every"] > 0
+
+
+def _slices(box: tuple) -> tuple:
+    """The index of a box ((n0, n1), (r0, r1), (c0, c1)) in its stack."""
+    return tuple(slice(a, b) for a, b in box)
 
 
 def _stack(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -678,28 +683,29 @@ class Muon(torch.optim.Optimizer):
             self._build()
         state = {s.index: {} for s in self._slots}
         for (s, name), (dims, dtype, parts) in self._parts.items():
-            whole = torch.zeros(dims, dtype=dtype, device=s.device)
-            for _, box, t, counts in parts:
-                part = whole[tuple(slice(a, b) for a, b in box)]
-                if counts:
-                    part.copy_(t.reshape(part.shape))
-            if s.home.size > 1:
-                dist.all_reduce(whole, group=s.home.group)
+            whole = self._whole(s, dims, dtype, [(box, t) for _, box, t, counts in parts if counts])
             shape = () if name == "step" else s.shape if dims == s.dims else dims[1:]
             state[s.index][name] = whole.cpu().view(shape)
         for s in self._slots:
             if not s.muon and s.group["every"] > 1:  # the mean of what the ranks have gathered
-                whole = torch.zeros(s.dims, dtype=s.p.dtype, device=s.device)
-                if s.gathers and s.p.grad is not None and s.first:
-                    part = whole[tuple(slice(a, b) for a, b in s.box)]
-                    part.copy_(s.local(s.p.grad).reshape(part.shape))
-                if s.home.size > 1:
-                    dist.all_reduce(whole, group=s.home.group)
-                    whole /= 1 if s.sharded else s.home.size
+                here = _gathers(s.group) and s.first and s.p.grad is not None
+                parts = [(s.box, s.local(s.p.grad))] if here else []
+                whole = self._whole(s, s.dims, s.p.dtype, parts)
+                whole /= 1 if s.sharded else s.home.size
                 state[s.index]["grad"] = whole.cpu().view(s.shape)
         groups = super().state_dict()["param_groups"]
         groups = [{k: v for k, v in g.items() if not callable(v)} for g in groups]
         return {"state": state, "param_groups": groups}
+
+    def _whole(self, s: Slot, dims, dtype: torch.dtype, parts: list) -> Tensor:
+        """What all ranks' (box, tensor) make together, on every rank; zero where nobody has any."""
+        whole = torch.zeros(dims, dtype=dtype, device=s.device)
+        for box, t in parts:
+            part = whole[_slices(box)]
+            part.copy_(t.reshape(part.shape))
+        if s.home.size > 1:
+            dist.all_reduce(whole, group=s.home.group)
+        return whole
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load full_state_dict() at any world size, or this rank's state_dict() at its own.
@@ -718,16 +724,16 @@ class Muon(torch.optim.Optimizer):
     def _fill(self, saved: dict[int, dict]) -> None:
         for s in self._slots:
             grad = saved.get(s.index, {}).get("grad")
-            if s.gathers and grad is not None:
+            if _gathers(s.group) and grad is not None:
                 s.p.grad = torch.zeros_like(s.p)
-                part = grad.reshape(s.dims)[tuple(slice(a, b) for a, b in s.box)]
+                part = grad.reshape(s.dims)[_slices(s.box)]
                 s.local(s.p.grad).copy_(part.reshape(s.local(s.p).shape))
         for (s, name), (dims, _, parts) in self._parts.items():
             values = saved.get(s.index)
             for key, box, t, _ in parts if values is not None else ():
                 value = values.get(key)
                 if value is None and name in values and values[name].numel() == math.prod(dims):
-                    value = values[name].reshape(dims)[tuple(slice(a, b) for a, b in box)]
+                    value = values[name].reshape(dims)[_slices(box)]
                 if value is None or value.numel() != t.numel():
                     raise ValueError(
                         f"the state to load lacks {key} of parameter {s.name}: it is a part for "
@@ -794,11 +800,12 @@ class Muon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """torch's, but the gradients of an Adam group with `every` gather until its next step."""
-        for s in self._slots:
-            if set_to_none and not s.gathers:
-                s.p.grad = None
-            elif s.p.grad is not None and not s.gathers:
-                s.p.grad.detach_().zero_()
+        kept = [(p, p.grad) for g in self.param_groups if _gathers(g) for p in g["params"]]
+        for p, _ in kept:
+            p.grad = None
+        super().zero_grad(set_to_none)
+        for p, grad in kept:
+            p.grad = grad
 
     def _grad(self, s: Slot) -> Tensor | None:
         g = s.p.grad if s.p.requires_grad else None

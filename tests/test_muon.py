@@ -532,6 +532,17 @@ def test_adam_groups_are_torch_optim_adamw():
     assert all((x - y).abs().max() < 1e-6 for x, y in zip(a, b, strict=True))
 
 
+def test_a_copy_can_forget_gradients_before_its_first_step():
+    ps, opt = mixed()
+    train(opt, ps, 1)
+    new = copy.deepcopy(opt)
+    for p in (p for g in new.param_groups for p in g["params"]):
+        p.grad = torch.ones_like(p)
+    new.zero_grad()
+    gathering = [[p.grad is not None for p in g["params"]] for g in new.param_groups]
+    assert gathering == [[False] * 3, [True] * 2]
+
+
 def test_every_steps_on_the_sum_of_the_gradients_since():
     ours, theirs = params((50, 8), (7,)), params((50, 8), (7,))
     common = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.1}
