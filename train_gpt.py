@@ -749,7 +749,8 @@ def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader:
     rng = np.random.default_rng(run.ranks.rank)
     for start in (0, *s.stage_ends[:-1]):
         step = round(start * s.train_steps)
-        stage, size = stage_at(step, s), stage_at(step, s).seq_len
+        stage = stage_at(step, s)
+        size = stage.seq_len
         row = [(rng.integers(s.vocab_size, size=size + 1).astype(np.uint16), 0, size)]
         rows = [row] * (stage.batch_tokens // size // run.ranks.world_size)
         for _ in range(3):
@@ -892,11 +893,12 @@ def main(argv: list[str]) -> int:
         vocabulary = Vocabulary(s.vocab_size)
         if args.shards_needed:
             print(shards.count_fineweb(s.train_files, count_rows(s), s.rows))
-        elif args.check:
+            return 0
+        if args.check:
             survey_data(s, vocabulary)
-        elif args.sample is not None:
+            return 0
+        if args.sample is not None:
             sample(s, vocabulary, args.resume, args.sample)
-        if args.shards_needed or args.check or args.sample is not None:
             return 0
         ranks = harness.join_ranks(s.timeout)
         files, entries = ranks.from_first(lambda: survey_data(s, vocabulary))

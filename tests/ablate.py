@@ -1,10 +1,10 @@
 """What each ingredient is worth on the CPU track: `python tests/ablate.py --seeds 4`.
 
-Every variant differs from the cpu preset in the flags below and runs with the same seeds, two runs
-at a time, one thread each. The table has the mean difference in validation bits per byte (positive:
-the preset is better without the change), its 95 % interval over the paired seeds, and the seconds
-of training against the preset's. Logs stay in --logs: runs that are there are not made again, so
-that more seeds or a new variant cost only themselves.
+Every variant differs from the cpu preset in the flags below and runs with the same seeds, one run
+for each core at a time, one thread each. The table has the mean difference in validation bits per
+byte (positive: the preset is better without the change), its 95 % interval over the paired seeds,
+and the seconds of training against the preset's. Logs stay in --logs: runs that are there are not
+made again, so that more seeds or a new variant cost only themselves.
 """
 
 import argparse
@@ -18,6 +18,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "records"))
+
+from record import t_tail
+
 PRESET = "preset"
 VARIANTS = {
     PRESET: "",
@@ -50,7 +54,15 @@ VARIANTS = {
     " 128,128,128 --max_document 128,128,128 --short_window 128,128,128 --long_window 128,128,128"
     " --stage_lr 0.8,1,1.2",
 }
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by number of pairs
+
+
+def half_width(gaps: list[float]) -> float:
+    """Half of the 95 % interval of the mean of paired differences, by Student's t."""
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, len(gaps) - 1) > 0.025 else (low, middle)
+    return high * stdev(gaps) / math.sqrt(len(gaps))
 
 
 def name_of(variant: str, seed: int) -> str:
@@ -74,7 +86,7 @@ def run(variant: str, seed: int, logs: Path, more: list[str]) -> None:
 
 
 def ended(path: Path) -> dict | None:
-    """(bits per byte, seconds) of a run that ended well."""
+    """Bits per byte and seconds of a run that ended well, else None."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     if not lines or lines[-1].get("status") != "ok":
         return None
@@ -97,7 +109,7 @@ def table(names: list[str], seeds: int, logs: Path) -> str:
         pairs = list(zip(found[name], base, strict=True))
         gaps = [mine["bits"] - theirs["bits"] for mine, theirs in pairs]
         ratio = fmean(mine["seconds"] / theirs["seconds"] for mine, theirs in pairs)
-        half = T95[seeds] * stdev(gaps) / math.sqrt(seeds) if seeds > 1 else math.nan
+        half = half_width(gaps) if seeds > 1 else math.nan
         lines.append(f"| {name} | {fmean(gaps):+.4f} | ± {half:.4f} | {ratio:.2f} |")
     return "\n".join(lines)
 

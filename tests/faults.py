@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from ranks import ROOT, launcher
+
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT)]
 
@@ -44,7 +45,6 @@ class Fault:
     to: str = "rank"  # who gets the signal: that rank, or the launcher
     ranks: int = 2
     flags: tuple[str, ...] = ()
-    environment: dict = field(default_factory=dict)
     limits: tuple[tuple[int, int], ...] = ()  # resource limits of the whole run
     says: str = ""  # pattern of the last line on stderr
     status: str | None = "failed"  # of the log's end, a pattern; None: it cannot have one
@@ -133,9 +133,8 @@ def run(fault: Fault, folder: Path) -> Outcome:
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / "taken.jsonl").write_text("precious\n")
     plan = f"{fault.do},{fault.where},{fault.rank},{fault.to}"
-    launch = [str(ROOT / "harness.py"), "--standalone", "--nproc_per_node", str(fault.ranks)]
     flags = [*SMALL, "--log_dir", str(log_dir), "--run_id", "run", *fault.flags]
-    command = [sys.executable, *(launch if fault.ranks > 1 else []), __file__, "--drive", plan]
+    command = [*launcher(fault.ranks), __file__, "--drive", plan]
     start = time.perf_counter()
 
     def limit() -> None:
@@ -145,7 +144,7 @@ def run(fault: Fault, folder: Path) -> Outcome:
     process = subprocess.Popen(
         [*command, *flags],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")]), **fault.environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -212,21 +211,22 @@ def drive(plan: str, flags: list[str]) -> int:
         if do == "nan gradient":
             target.blocks[0].mlp.fc.register_hook(lambda grad: grad * float("nan"))
 
-    def wrap(module, name: str, its_place: str) -> None:
+    places = {
+        "train": (t, "train_step"),
+        "warmup": (t, "warm_up"),
+        "validate": (t, "validate"),
+        "save": (harness, "save_checkpoint"),
+    }
+    if here and do and where in places:
+        module, name = places[where]
         original = getattr(module, name)
 
-        def wrapped(*args, **kwargs):
-            due = its_place != "train" or (args[3] == 3 and where == "train")
-            if here and do and due and where == its_place and not done:
+        def wrapped(*args):
+            if not done and (where != "train" or args[3] == 3):
                 act(args[0])
-            return original(*args, **kwargs)
+            return original(*args)
 
         setattr(module, name, wrapped)
-
-    places = {"train": "train_step", "warmup": "warm_up", "validate": "validate"}
-    for place, name in places.items():
-        wrap(t, name, place)
-    wrap(harness, "save_checkpoint", "save")
     return t.main(flags)
 
 

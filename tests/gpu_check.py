@@ -22,6 +22,7 @@ import bench_muon
 import harness
 import shards
 import train_gpt as t
+from plan_gpu import flops
 
 
 def seconds(job, device: torch.device, repeats: int) -> float:
@@ -69,15 +70,6 @@ def attention_error(s: t.Settings, device: torch.device) -> tuple[float, float]:
     return errors[0], max(errors[1:])
 
 
-def flops_per_token(model: t.GPT, s: t.Settings, stage: int) -> float:
-    """Forward and backward: 6 for each weight that multiplies, 12 T for each width of attention."""
-    weights = sum(p.numel() for n, p in model.named_parameters() if n.startswith("blocks"))
-    weights += model.lm_head.numel()
-    windows = (s.short_window[stage], s.long_window[stage])
-    seen = sum(min(windows[long], s.max_document[stage]) for long in model.long)
-    return 6 * weights + 12 * s.model_dim * seen
-
-
 def stage_rows(s: t.Settings, ranks: t.Ranks, ceiling: float):
     """(stage, tokens of one of 8 GPUs, ms, tokens/s of 8, share of ceiling, MiB) of each stage."""
     loader = t.Loader(s, ranks, shards.Vocabulary(s.vocab_size))
@@ -94,7 +86,7 @@ def stage_rows(s: t.Settings, ranks: t.Ranks, ceiling: float):
         job = lambda: t.train_step(forward, optimizer, batches, step, s, ranks)  # noqa: B023, E731
         took = seconds(job, ranks.device, 20 if ranks.device.type == "cuda" else 3)
         rate = share * size / took
-        used = flops_per_token(model, s, i) * rate / ceiling
+        used = sum(flops(s, i)) * rate / ceiling
         yield i + 1, share * size, took * 1e3, 8 * rate, used, harness.peak_memory(ranks.device)
 
 

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from statistics import fmean, median
 
-from faults import ROOT, SMALL, processes
+from faults import SMALL, processes
+from ranks import ROOT, launcher
 
 EVERY = 2.0  # seconds between two looks
 
@@ -33,15 +34,18 @@ def ranks_of(launcher: int) -> list[int]:
     return sorted(map(int, children))
 
 
+def third(values: list, i: int) -> list:
+    return values[len(values) * i // 3 : len(values) * (i + 1) // 3]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        launch = [str(ROOT / "harness.py"), "--standalone", "--nproc_per_node", "2"]
         more = ["--train_steps", "10000000", "--epochs", "10000000", "--log_every", "50"]
         more += ["--val_every", "200", "--save_every", "500", "--log_dir", folder, "--run_id", "x"]
-        command = [sys.executable, *launch, str(ROOT / "train_gpt.py"), *SMALL, *more]
+        command = [*launcher(2), str(ROOT / "train_gpt.py"), *SMALL, *more]
         mark = f"LONG_RUN={time.time_ns()}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
@@ -57,18 +61,16 @@ def main() -> int:
     steps = [line for line in log if line["kind"] == "step"]
     pace = [(b["train_seconds"] - a["train_seconds"]) / (b["step"] - a["step"]) * 1e3
             for a, b in zip(steps, steps[1:], strict=False)]  # fmt: skip
-    thirds = [slice(0, len(seen) // 3), slice(len(seen) // 3, -len(seen) // 3),
-              slice(-len(seen) // 3, None)]  # fmt: skip
     print(f"{log[-1]['steps']:,} steps, {sum(x['kind'] == 'val' for x in log)} validations,"
           f" {sum(x.get('name') == 'save' for x in log)} checkpoints")  # fmt: skip
     print(f"{'third':>5} {'rank 0, MiB':>12} {'rank 1, MiB':>12} {'files':>8} {'step, ms':>9}")
     told = []
-    for i, part in enumerate(thirds):
-        memory = [fmean(look[rank][0] for look in seen[part]) for rank in (0, 1)]
-        files = max(sum(files for _, files in look) for look in seen[part])
-        share = pace[len(pace) * i // 3 : len(pace) * (i + 1) // 3]
+    for i in range(3):
+        memory = [fmean(ranks[rank][0] for ranks in third(seen, i)) for rank in (0, 1)]
+        files = max(sum(files for _, files in ranks) for ranks in third(seen, i))
         told.append((*memory, files))
-        print(f"{i + 1:5} {memory[0]:12.1f} {memory[1]:12.1f} {files:8} {median(share):9.2f}")
+        step = median(third(pace, i))
+        print(f"{i + 1:5} {memory[0]:12.1f} {memory[1]:12.1f} {files:8} {step:9.2f}")
     first, last = told[0], told[-1]
     grew = any(b > 1.02 * a for a, b in zip(first[:2], last[:2], strict=True))
     return int(grew or last[2] > first[2])

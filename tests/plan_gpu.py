@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-import harness  # noqa: F401
 import train_gpt as t
 
 TFLOPS, HBM, LINK = 990e12, 3.35e12, 450e9
 GIB = 2**30
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_model(s: t.Settings, device: str) -> t.GPT:
@@ -52,9 +52,8 @@ def windows(s: t.Settings, stage: int) -> tuple[int, int]:
 
 def flops(s: t.Settings, stage: int) -> tuple[float, float]:
     """Forward and backward per token: matrix products, and attention as far as it sees."""
-    model = fake_model(s, "cpu")
-    batch = fake_batch(s, stage, 1, "cpu")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FAKE, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model, batch = fake_model(s, "cpu"), fake_batch(s, stage, 1, "cpu")
         model(*batch, windows(s, stage), t.future_weights(0, s))
     by_op = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in by_op.items() if "attention" not in str(op))
@@ -119,7 +118,7 @@ def trace(s: t.Settings) -> None:
 
 def main() -> None:
     s = t.Settings()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FAKE:
         model = fake_model(s, "cpu")
         counts = defaultdict(int)
         for name, p in model.named_parameters():

@@ -1,4 +1,7 @@
-"""run_ranks: a function on several gloo ranks, forked from the test, none left behind."""
+"""run_ranks: a function on several gloo ranks, forked from the test, none left behind.
+
+launcher: the command that starts a script on several, as run.sh does.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,24 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that a script and its flags are appended to, for so many processes."""
+    launch = [str(ROOT / "harness.py"), "--standalone", "--nproc_per_node", str(ranks)]
+    return [sys.executable, *(launch if ranks > 1 else [])]
 
 
 def _child(rank: int, world_size: int, store: str, timeout: float, fn, args, pipe) -> None:

@@ -17,7 +17,7 @@ import harness
 import shards
 import train_gpt as t
 from faults import FAULTS, SMALL, faulty, run
-from ranks import run_ranks
+from ranks import launcher, run_ranks
 from test_train import CPU, TINY, TINY_GPU
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -233,8 +233,7 @@ def test_a_clock_that_is_set_back_changes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(tmp_path):
-    launch = [sys.executable, str(ROOT / "harness.py"), "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(ROOT / "train_gpt.py"), *SMALL, f"--log_dir={tmp_path}"]
+    command = [*launcher(2), str(ROOT / "train_gpt.py"), *SMALL, f"--log_dir={tmp_path}"]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     both = [subprocess.Popen(command, cwd=ROOT, env=environment, **quiet) for _ in range(2)]

@@ -55,6 +55,17 @@ def run_sh(*arguments: str, folder: Path = ROOT, **variables: str) -> subprocess
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def two_machines(port: str) -> dict[str, str]:
+    """run.sh's variables for two machines of one process each, both of them here."""
+    return dict(NNODES="2", NPROC="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     """The files of the repository under a name that a careless script would trip over."""
@@ -81,10 +92,7 @@ def test_run_sh_trains_from_any_folder_by_any_path(copy):
 @pytest.mark.slow
 def test_two_machines_train_like_one_with_as_many_ranks(tmp_path):
     flags = ["--train_steps=3", "--val_tokens=2000", "--sample_tokens=0", f"--log_dir={tmp_path}"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = two_machines(free_port())
     nodes = [start_sh(*flags, NODE_RANK=rank, **shared) for rank in "01"]
     try:
         said = [node.communicate(timeout=120) for node in nodes]
@@ -100,10 +108,7 @@ def test_two_machines_train_like_one_with_as_many_ranks(tmp_path):
 @pytest.mark.slow
 def test_a_machine_that_dies_ends_the_other_which_says_so(tmp_path):
     flags = ["--train_steps=400", "--val_tokens=2000", "--timeout=20", f"--log_dir={tmp_path}"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = two_machines(free_port())
     flags.append("--run_id=x")
     nodes = [start_sh(*flags, NODE_RANK=rank, **shared) for rank in "01"]
     try:
@@ -124,10 +129,7 @@ def test_a_machine_that_dies_ends_the_other_which_says_so(tmp_path):
 
 @pytest.mark.parametrize("rank, said", [("0", "1/2 clients joined"), ("1", "timed out")])
 def test_a_machine_that_never_comes_is_waited_for_so_long_and_no_longer(rank, said):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = two_machines(free_port())
     done = run_sh("--train_steps=3", NODE_RANK=rank, JOIN_TIMEOUT="4", **shared)
     assert done.returncode == 1 and said in done.stderr.strip().splitlines()[-1]
 
@@ -137,7 +139,7 @@ def test_a_port_that_is_taken_is_said():
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared = two_machines(port)
         done = run_sh("--train_steps=3", NODE_RANK="0", JOIN_TIMEOUT="4", **shared)
     assert done.returncode == 1
     assert re.search(rf"launcher failed: .*({port}|in use)", done.stderr.strip().splitlines()[-1])

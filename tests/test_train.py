@@ -5,7 +5,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 
 import shards
 import train_gpt as t
-from ranks import run_ranks
+from ranks import launcher, run_ranks
 from shards import gpt2_encoding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -447,10 +446,8 @@ TINY_FLAGS = [
 
 
 def command(*flags: str, cwd: Path = ROOT, ranks: int = 1) -> subprocess.CompletedProcess:
-    launch = [str(ROOT / "harness.py"), "--standalone", f"--nproc_per_node={ranks}"]
-    script = [sys.executable, *(launch if ranks > 1 else []), str(ROOT / "train_gpt.py")]
     return subprocess.run(
-        [*script, "--preset", "cpu", *flags],
+        [*launcher(ranks), str(ROOT / "train_gpt.py"), "--preset", "cpu", *flags],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
