@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -278,6 +279,61 @@ class Run:
             self.told = now()
             self.say(f"step:{step}/{steps} {text}")
 
+    def log_header(self, settings, presets: dict, sources: list[str], **about) -> None:
+        """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
+        if self.ranks.rank:
+            return
+        device, cpu = platform.machine(), Path("/proc/cpuinfo")
+        if self.ranks.device.type == "cuda":
+            device = torch.cuda.get_device_name()
+        elif cpu.exists():
+            device = (re.findall(r"model name\s*: (.*)", cpu.read_text()) or [device])[0]
+        versions = dict(python=platform.python_version(), torch=torch.__version__)
+        versions |= dict(numpy=np.__version__, cuda=torch.version.cuda)
+        public = ("OMP_", "MKL_", "TORCH_COMPILE", "TORCHINDUCTOR_", "TORCHDYNAMO_")
+        kept = {k: v for k, v in os.environ.items() if k.startswith(public) and "/" not in v}
+        main = getattr(sys.modules["__main__"], "__file__", __file__)  # a test's, no record's
+        files = dict.fromkeys(Path(path).resolve() for path in (*sources, main, __file__))
+        preset = dataclasses.replace(presets[settings.preset], seed=settings.seed)
+        self.write(
+            "header",
+            run_id=self.path.stem,
+            time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            track=settings.preset if settings == preset else "custom",
+            **dict(seed=settings.seed, vocab_size=settings.vocab_size),
+            settings=dataclasses.asdict(settings),
+            code=keep_code(list(files), self.path.parent),
+            **dict(versions=versions, device=device, environment=kept),
+            **dict(world_size=self.ranks.world_size, threads=torch.get_num_threads()),
+            **about,
+        )
+        size = f"{self.ranks.world_size} ranks, {about['num_params']:,} parameters"
+        self.say(f"{settings.preset} track: {device}, {size}; log: {self.path}")
+
+    def log_step(self, step: int, steps: int, loss: float, tokens: int, **more: float) -> None:
+        seconds = self.clock(True)
+        self.write("step", step=step, loss=loss, tokens=tokens, train_seconds=seconds, **more)
+        left = seconds * (steps / (step + 1) - 1)
+        text = f"train_loss:{loss:.4f} {tokens / seconds:,.0f} tokens/s, {left:.0f} s left"
+        self.progress(step + 1, steps, text)
+
+    def log_validation(self, step: int, steps: int, loss: float, bits: float, **size: int) -> None:
+        seconds = self.train_seconds
+        self.write("val", step=step, loss=loss, bits_per_byte=bits, train_seconds=seconds, **size)
+        self.say(
+            f"step:{step}/{steps} val_loss:{loss:.4f} train_time:{seconds * 1e3:.0f}ms"
+            f" step_avg:{seconds * 1e3 / max(1, step):.1f}ms bits_per_byte:{bits:.4f}"
+        )
+
+    def speed(self, tokens: int, flops: float) -> str:
+        """Of the training so far, at so many FLOPs per token, in words."""
+        seconds, device = self.train_seconds, self.ranks.device
+        share = tokens * flops / seconds / self.ranks.world_size / gemm_rate(device)
+        return (
+            f"{seconds:.1f} s of training, {tokens / seconds:,.0f} tokens/s ({share:.0%} of what a"
+            f" large matrix product reaches here), {peak_memory(device):,.0f} MiB a rank"
+        )
+
     def close(self, status: str, reason: str) -> None:
         seconds = self.train_seconds if self.started is None else self.clock(False)
         facts = dict(steps=self.step, train_seconds=seconds, wall_seconds=now() - self.start)
@@ -293,6 +349,26 @@ def peak_memory(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else host
 
 
+def gemm_rate(device: torch.device) -> float:
+    """FLOP/s of a large matrix product in the dtype that training has there, at its best."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, moments = torch.ones(size, size, device=device, dtype=dtype), []
+    for _ in range(8):
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        moments.append(now())
+    return 2 * size**3 / min(b - a for a, b in itertools.pairwise(moments))
+
+
+def best_record(track: str) -> str:
+    """The last line of the track's table in README.md, in words; nothing where there is none."""
+    readme = ROOT / "README.md"
+    lines = readme.read_text(encoding="utf-8").splitlines() if readme.exists() else []
+    cells = [line.split(" | ") for line in lines if f"](records/{track}/" in line][-1:]
+    return "".join(f" (the record: {row[3].split()[0]} in {row[4]} s)" for row in cells)
+
+
 def keep_code(files: list[Path], log_dir: Path) -> dict[str, str]:
     """sha256 of all the code of a run; it is kept beside the log, once for each version."""
     code = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -302,29 +378,6 @@ def keep_code(files: list[Path], log_dir: Path) -> dict[str, str]:
         for path in files:
             shutil.copyfile(path, folder / path.name)
     return code
-
-
-def describe(run: Run, sources: list[str]) -> dict:
-    """Which code a run is, kept beside its log, and what it runs on; nothing of user or host."""
-    device, cpu = platform.machine(), Path("/proc/cpuinfo")
-    if run.ranks.device.type == "cuda":
-        device = torch.cuda.get_device_name()
-    elif cpu.exists():
-        device = (re.findall(r"model name\s*: (.*)", cpu.read_text()) or [device])[0]
-    versions = dict(python=platform.python_version(), torch=torch.__version__)
-    versions |= dict(numpy=np.__version__, cuda=torch.version.cuda)
-    public = ("OMP_", "MKL_", "TORCH_COMPILE", "TORCHINDUCTOR_", "TORCHDYNAMO_")
-    files = list(dict.fromkeys(Path(source).resolve() for source in [*sources, __file__]))
-    return dict(
-        run_id=run.path.stem,
-        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        code=keep_code(files, run.path.parent),
-        versions=versions,
-        device=device,
-        world_size=run.ranks.world_size,
-        threads=torch.get_num_threads(),
-        environment={k: v for k, v in os.environ.items() if k.startswith(public) and "/" not in v},
-    )
 
 
 # ------------------------------------------------------------------------------------------------

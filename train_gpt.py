@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 import harness
 import shards
@@ -76,6 +77,7 @@ class Settings:
     rope_fraction: float = 0.5  # of a head's dimensions that rotate
     rope_base: float = 1024.0  # lowest frequency is 1 / rope_base radians per token
     softcap: float = 23.0  # logits are softcap * sigmoid((l + 5) / 7.5)
+    fp8_head: bool = True  # the head's products in training, on a device that passes self_check
     # schedule: a stage ends at its fraction of train_steps
     train_steps: int = 1400  # optimizer steps
     stage_ends: tuple[float, ...] = (0.33, 0.66, 0.99, 1.0)  # fraction of train_steps
@@ -139,10 +141,9 @@ CPU = dataclasses.replace(
     **dict(short_window=(128,), long_window=(128,), val_seq_len=128, val_windows=(128, 128)),
     **dict(lr=0.04, momentum=0.9, momentum_start=0.9, momentum_warmup=0, momentum_cooldown=0),
     **dict(mlp_out_lr=1.0, weight_decay=0.0, cautious=False, beta2=0.95),
-    **dict(head_lr=0.01, scalar_lr=0.025),
-    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, micro_batch_tokens=4096),
-    **dict(head_rows=256, val_every=365, compile=False, sample_tokens=80, timeout=60),
-    target=1.365,
+    **dict(embed_lr=0.1, value_embed_lr=0.2, bigram_lr=0.05, head_lr=0.01, scalar_lr=0.025),
+    **dict(fp8_head=False, head_rows=256, micro_batch_tokens=4096, compile=False, val_every=365),
+    **dict(sample_tokens=80, timeout=60, target=1.365),
 )
 PRESETS = {"gpu": Settings(), "cpu": CPU}
 # whatever these are, a run stays the same: they may change when it goes on from a checkpoint
@@ -320,8 +321,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen, scale: float) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.to(q.dtype), scale=scale)
         return y.transpose(1, 2)
-    from torch.nn.attention.varlen import varlen_attn
-
     (starts, window), T = seen, q.size(1)
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     y = varlen_attn(*flat, starts, starts, T, T, scale=scale, window_size=(window, 0))
@@ -403,23 +402,43 @@ def squash(x: Tensor) -> Tensor:
     return x.float().add_(5).div_(7.5).sigmoid_()
 
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of at most 448 and 57,344
+
+
+def product(a: Tensor, b: Tensor, scales=(), kind: torch.dtype = E4M3) -> Tensor:
+    """(M, K), (N, K) -> (M, N), a @ b.mT; given scales for both, a in `kind` by b in e4m3."""
+    if not scales:
+        return a @ b.mT
+    a8, b8 = (a / scales[0]).to(kind).contiguous(), (b / scales[1]).to(E4M3).contiguous()
+    scale_a, scale_b = ((scale, F.ScalingType.TensorWise) for scale in scales)
+    fast = kind == E4M3  # sums of a gradient's products need their low bits
+    return F.scaled_mm(a8, b8.mT, *scale_a, *scale_b, output_dtype=a.dtype, use_fast_accum=fast)
+
+
 class HeadLoss(torch.autograd.Function):
     """Summed cross-entropy in nats of softcap * squash(hidden @ weight.T), gradients along with it.
 
-    hidden (N, C), weight (V, C); targets (N, K), negative where nothing is predicted, and their
-    weights (K,): several may be asked of one row. No more than `rows` rows of logits are there at
-    a time, and no gradient of them ever: on a CPU they stay in the cache, on a GPU they are most
-    of the memory.
+    hidden (N, C), normed, weight (V, C); targets (N, K), negative where nothing is predicted, and
+    their weights (K,): several may be asked of one row. No more than `rows` rows of logits are
+    there at a time, and no gradient of them ever: on a CPU they stay in the cache, on a GPU they
+    are most of the memory. In training, with fp8, products are in 8 bits. Nothing can overflow:
+    scales are from the norm of a hidden row, the largest weight, the steepest slope of a logit.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, weights, softcap: float, rows: int) -> Tensor:
+    def forward(ctx, hidden, weight, targets, weights, softcap: float, rows: int, fp8: bool):
         total = torch.zeros((), device=hidden.device)
         grads = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for_logits = for_hidden = for_weight = ()
+        if fp8 and ctx.needs_input_grad[0]:
+            by_x = torch.full_like(total, hidden.size(1) ** 0.5 / 448)
+            by_w = weight.abs().amax().float().clamp(min=1e-12) / 448
+            by_g = weights.sum() * softcap / 30 / 57344
+            for_logits, for_hidden, for_weight = (by_x, by_w), (by_g, by_w), (by_g, by_x)
         for i in range(0, len(hidden), rows):
             x, y = hidden[i : i + rows], targets[i : i + rows]
             share, y = (y >= 0) * weights, y.clamp(min=0)
-            s = squash(F.linear(x, weight))
+            s = squash(product(x, weight, for_logits))
             p = torch.exp(softcap * s)  # no more than exp(softcap): needs no maximum
             sums, all_shares = p.sum(-1, keepdim=True), share.sum(-1, keepdim=True)
             total += (sums.log() * all_shares).sum() - softcap * (s.gather(1, y) * share).sum()
@@ -427,21 +446,21 @@ class HeadLoss(torch.autograd.Function):
                 # (p - onehots) ds, where s's slope is softcap / 7.5 s (1 - s)
                 p.mul_(all_shares / sums).scatter_add_(1, y, -share)
                 g = p.mul_(s).addcmul_(p, s, value=-1).mul_(softcap / 7.5).to(x.dtype)
-                grads[0][i : i + rows] = g @ weight
-                grads[1].add_(g.mT @ x)
+                grads[0][i : i + rows] = product(g, weight.mT, for_hidden, E5M2)
+                grads[1].add_(product(g.mT, x.mT, for_weight, E5M2))
         ctx.save_for_backward(grads[0], grads[1].to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return *(g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None, None, None
+        return *(g * grad.to(g.dtype) for g in ctx.saved_tensors), *[None] * 5
 
 
 class GPT(nn.Module):
     def __init__(self, s: Settings):
         super().__init__()
         padded = -(-s.vocab_size // 64) * 64  # a head that tensor cores like
-        self.softcap, self.head_rows = s.softcap, s.head_rows
+        self.head = s.softcap, s.head_rows, s.fp8_head
         self.document_start = s.vocab_size - 1
         self.embed = nn.Parameter(torch.empty(padded, s.model_dim))
         self.bigram = nn.Parameter(torch.empty(s.bigram_rows, s.model_dim))
@@ -495,7 +514,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V) in fp32, between 0 and softcap."""
-        return self.softcap * squash(F.linear(hidden, self.lm_head))
+        return self.head[0] * squash(F.linear(hidden, self.lm_head))
 
     def forward(self, ids, targets, segments, windows: tuple[int, int], weights: Tensor) -> Tensor:
         """Summed cross-entropy in nats over the targets, (B, T), that are not negative.
@@ -507,7 +526,7 @@ class GPT(nn.Module):
             ahead.append(F.pad(ahead[-1][:, 1:], (0, 1), value=-1).masked_fill(after, -1))
         targets = torch.stack(ahead, -1).flatten(0, 1)
         hidden = self.hidden(ids, segments, windows).flatten(0, 1)
-        return HeadLoss.apply(hidden, self.lm_head, targets, weights, self.softcap, self.head_rows)
+        return HeadLoss.apply(hidden, self.lm_head, targets, weights, *self.head)
 
 
 @torch.no_grad()
@@ -604,25 +623,13 @@ class Loader:
 
     def batch(self, rows: list, size: int) -> Batch:
         """Rows -> tensors; a row of less than `size` tokens is padded, unpredicted."""
-        ids = np.zeros((len(rows), size), np.int64)
-        targets = np.full((len(rows), size), -1, np.int64)
-        for i, row in enumerate(rows):
-            at = 0
-            for tokens, start, length in row:
-                after = tokens[start + 1 : start + 1 + length]
-                ids[i, at : at + length] = tokens[start : start + length]
-                targets[i, at : at + len(after)] = after
-                at += length
+        ids, targets = shards.fill(rows, size)
         begins = ids == self.vocabulary.document_start
         begins[:, 0] = True
         if self.ranks.device.type == "cpu":
             return Batch(*map(torch.from_numpy, (ids, targets, begins.cumsum(1))))
-        # shapes must not depend on the data: segments of no tokens fill up the room
-        starts = np.full(len(rows) * shards.max_segments(size) + 1, ids.size, np.int32)
-        found = np.flatnonzero(begins)
-        assert len(found) < len(starts), f"{len(found)} segments in {ids.size} tokens"
-        starts[: len(found)] = found
-        arrays = (torch.from_numpy(array).pin_memory() for array in (ids, targets, starts))
+        arrays = (ids, targets, shards.segment_starts(begins))
+        arrays = (torch.from_numpy(array).pin_memory() for array in arrays)
         return Batch(*(array.to(self.ranks.device, non_blocking=True) for array in arrays))
 
     def micro_batches(self, rows: list, size: int) -> list[Batch]:
@@ -736,6 +743,45 @@ def train_step(forward, optimizer: Muon, batches: list[Batch], step: int, s: Set
     return total, count
 
 
+def device_error(model: GPT, s: Settings, loader: Loader, fp8: bool) -> float:
+    """The largest relative error of attention and HeadLoss here, against the CPU's in fp32.
+
+    Loss and gradients for a random row of documents of 77 tokens that see 7 back.
+    """
+    here, cpu, answers = loader.ranks.device, torch.device("cpu"), []
+    tokens = np.arange(257, dtype=np.uint16) % 77
+    tokens[tokens == 0] = loader.vocabulary.document_start
+    for device, dtype, low in ((here, model.embed.dtype, fp8), (cpu, torch.float32, False)):
+        batch = Loader(s, Ranks(0, 1, device), loader.vocabulary).batch([[(tokens, 0, 256)]], 256)
+        draw = torch.Generator().manual_seed(0)
+        qkv = torch.randn(3, 1, 256, s.num_heads, s.head_dim, generator=draw)
+        weight = torch.randn(128, s.model_dim, generator=draw) / s.model_dim**0.5
+        leaves = [x.to(device, dtype).requires_grad_() for x in (qkv, weight)]
+        y = attention(*norm(leaves[0]), sight(batch.segments, 7, 256), s.attn_scale)
+        hidden, once = norm(y.reshape(256, s.model_dim)), torch.ones(1, device=device)
+        targets = batch.ids.view(-1, 1) % 128
+        loss = HeadLoss.apply(hidden, leaves[1], targets, once, s.softcap, s.head_rows, low)
+        grads = torch.autograd.grad(loss, leaves)
+        answers.append([x.float().cpu() for x in (loss.detach(), *grads)])
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*answers, strict=True))
+
+
+def self_check(run: Run, model: GPT, s: Settings, loader: Loader) -> dict:
+    """A device_error that is large ends the run; in 8 bits, only their use, on every rank."""
+    found = dict(error=device_error(model, s, loader, False))
+    if run.ranks.sum(not found["error"] < 0.05)[0]:
+        raise ArithmeticError(f"self-check: attention or loss are off by {found['error']:.1%} here")
+    if s.fp8_head:
+        try:
+            low = found["fp8_error"] = device_error(model, s, loader, True)
+        except (RuntimeError, ValueError) as error:  # no such products on this device
+            low, found["fp8_error"] = math.inf, str(error).partition("\n")[0]
+        if run.ranks.sum(not low < 0.15)[0]:
+            run.say(f"SLOWER: the head is not in 8 bits, for the self-check found {found}")
+            model.head = (*model.head[:2], False)
+    return found | dict(fp8_head=model.head[2])
+
+
 def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader: Loader) -> None:
     """Three steps of every stage's shapes on random tokens, which compiles what is compiled.
 
@@ -768,34 +814,9 @@ def validate(run: Run, forward, validation: Validation, step: int, steps: int, t
     """Log and print the validation loss, off the clock; nats per token and bits per byte."""
     with run.off_clock("validation"):
         loss, bits = validation.loss(forward)
-    seconds = run.train_seconds
     size = dict(tokens=validation.tokens, bytes=validation.bytes, train_tokens=tokens)
-    run.write("val", step=step, loss=loss, bits_per_byte=bits, **size, train_seconds=seconds)
-    run.say(
-        f"step:{step}/{steps} val_loss:{loss:.4f} train_time:{seconds * 1e3:.0f}ms"
-        f" step_avg:{seconds * 1e3 / max(1, step):.1f}ms bits_per_byte:{bits:.4f}"
-    )
+    run.log_validation(step, steps, loss, bits, **size)
     return loss, bits
-
-
-def log_step(run: Run, optimizer: Muon, step: int, total, count, tokens: int, s: Settings) -> None:
-    total, count = run.ranks.sum(total, count)
-    seconds, loss, grad_norm = run.clock(True), total / count, float(optimizer.grad_norm)
-    facts = dict(loss=loss, grad_norm=grad_norm, lr_multiplier=lr_multiplier(step, s))
-    run.write("step", step=step, **facts, tokens=tokens, train_seconds=seconds)
-    left, speed = seconds * (s.train_steps / (step + 1) - 1), tokens / seconds
-    text = f"train_loss:{loss:.4f} {speed:,.0f} tokens/s, {left:.0f} s left"
-    run.progress(step + 1, s.train_steps, text)
-
-
-def header(run: Run, s: Settings, entries: list[dict], num_params: int, step: int) -> dict:
-    """What a reader must know to judge a run and repeat it; nothing of the user or the host."""
-    main = getattr(sys.modules["__main__"], "__file__", __file__)  # a test's, which is no record
-    sources = [__file__, main, sys.modules[Muon.__module__].__file__, shards.__file__]
-    track = s.preset if dataclasses.replace(PRESETS[s.preset], seed=s.seed) == s else "custom"
-    about = dict(track=track, seed=s.seed, settings=dataclasses.asdict(s), num_params=num_params)
-    about |= dict(vocab_size=s.vocab_size, shards=entries, first_step=step)
-    return harness.describe(run, sources) | about
 
 
 CHECKPOINT = {"settings", "step", "train_seconds", "model", "optimizer"}
@@ -811,28 +832,23 @@ def save(run: Run, model: GPT, optimizer: Muon, s: Settings, step: int) -> None:
             run.say(f"checkpoint: {path}")
 
 
-def restore(run: Run, model: GPT, optimizer: Muon, checkpoint: dict) -> int:
-    """Take over what a checkpoint holds; the number of steps that were done."""
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    run.train_seconds, run.step = checkpoint["train_seconds"], checkpoint["step"]
-    return run.step
-
-
 def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | None) -> None:
     """The whole run, from the model's first weights or a checkpoint to the last validation."""
     ranks, since = run.ranks, now()
     loader = Loader(s, ranks, vocabulary)
     model = build_model(s, ranks.device)
+    checked = self_check(run, model, s, loader)
     optimizer = build_optimizer(model, s)
-    first = restore(run, model, optimizer, checkpoint) if checkpoint else 0
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        run.train_seconds, run.step = checkpoint["train_seconds"], checkpoint["step"]
+    first = run.step
     forward = torch.compile(model, dynamic=False, fullgraph=True) if s.compile else model
     validation = Validation(s, loader)
-    if ranks.rank == 0:
-        head = header(run, s, entries, sum(p.numel() for p in model.parameters()), first)
-        run.write("header", **head)
-        size = f"{ranks.world_size} ranks, {head['num_params']:,} parameters"
-        run.say(f"{s.preset} track: {head['device']}, {size}; log: {run.path}")
+    sources = [__file__, sys.modules[Muon.__module__].__file__, shards.__file__]
+    about = dict(shards=entries, num_params=sum(p.numel() for p in model.parameters()))
+    run.log_header(s, PRESETS, sources, **about, first_step=first, self_check=checked)
     run.write("off_clock", name="startup", seconds=since - PROCESS_START)
     run.write("off_clock", name="model", seconds=now() - since)
     with run.off_clock("warmup", state_restored=True):
@@ -842,13 +858,17 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
 
     optimizer.register_step_pre_hook(lambda *_: run.waits())
     batches, run.patient = shards.prefetch(loader.steps(files, first)), s.save_every > 0
+    torch.compiler.set_stance("fail_on_recompile")  # everything was compiled off the clock
     run.clock(True)
     for step in range(first, s.train_steps):
         run.step, run.at, last = step, step, step + 1 == s.train_steps
         total, count = train_step(forward, optimizer, next(batches), step, s, ranks)
         tokens += stage_at(step, s).batch_tokens
         if step % s.log_every == 0 or last:
-            log_step(run, optimizer, step, total, count, tokens, s)
+            total, count = ranks.sum(total, count)
+            facts = dict(lr_multiplier=lr_multiplier(step, s), tokens=tokens)
+            facts |= dict(loss=total / count, grad_norm=float(optimizer.grad_norm))
+            run.log_step(step, s.train_steps, **facts)
         if last or (s.val_every and (step + 1) % s.val_every == 0):
             loss, bits = validate(run, forward, validation, step + 1, s.train_steps, tokens)
         if s.save_every:
@@ -857,7 +877,8 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
                 save(run, model, optimizer, s, step + 1)
             if stopped and not last:
                 raise KeyboardInterrupt(run.stop_asked or "a signal to another rank")
-    seconds, run.step, run.patient = run.clock(False), s.train_steps, False
+    run.clock(False)
+    run.step, run.patient = s.train_steps, False
 
     with run.off_clock("probe"):
         probe_causality(run, model, s, loader)
@@ -865,12 +886,13 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
         with run.off_clock("sample"):
             ids = generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
         run.say(f"a sample: {vocabulary.decode(ids).strip()!r}")
+    products = model.lm_head.numel() + sum(p.numel() for p in model.blocks.parameters())
     reached = (loss if s.preset == "gpu" else bits) <= s.target
     run.say(
-        f"{loss:.4f} nats per token, {bits:.4f} bits per byte after {seconds:.1f} s of training,"
-        f" {tokens / seconds:,.0f} tokens/s, {harness.peak_memory(ranks.device):,.0f} MiB a rank\n"
-        f"target {s.target} {'reached' if reached else 'missed'}; another seed: ./run.sh --seed"
-        f" {s.seed + 1}; a record: ./run.sh record NAME --runs 8"
+        f"{loss:.4f} nats per token, {bits:.4f} bits per byte: target {s.target}"
+        f" {'reached' if reached else 'missed'}{harness.best_record(s.preset)}\n"
+        f"{run.speed(tokens, 6 * products)}\n"
+        f"another seed: ./run.sh --seed {s.seed + 1}; a record: ./run.sh record NAME --runs 8"
     )
 
 

@@ -5,6 +5,7 @@ as uint16: GPT-2's ids, a document start (50256) before every document. Needs nu
 """
 
 import hashlib
+import mmap
 import os
 import queue
 import threading
@@ -96,6 +97,15 @@ def gpt2_encoding(vocab_size: int = DOCUMENT_START + 1):
                              special_tokens=special)
 
 
+def new_array(size: int) -> np.ndarray:
+    """uint16, to be filled, in memory that goes back to the system: what malloc frees does not."""
+    return np.frombuffer(mmap.mmap(-1, max(1, 2 * int(size))), np.uint16, size)
+
+
+def joined(tail: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return np.concatenate([tail, tokens], out=new_array(len(tail) + len(tokens)))
+
+
 class Vocabulary:
     """GPT-2's first size - 1 ids, and the document start as the last one; 257 means bytes.
 
@@ -120,14 +130,14 @@ class Vocabulary:
         """uint16 GPT-2 tokens -> uint16 ids below `size`."""
         if self.size == DOCUMENT_START + 1:
             return np.asarray(tokens)
-        pieces = np.array_split(tokens, len(tokens) // 2**20 + 1)  # spares the memory
-        return np.concatenate([self._expand(piece) for piece in pieces])
-
-    def _expand(self, tokens: np.ndarray) -> np.ndarray:
-        first = self.offsets[tokens]
-        count = self.offsets[tokens.astype(np.int64) + 1] - first
-        before = np.cumsum(count) - count
-        return self.ids[np.repeat(first - before, count) + np.arange(count.sum())]
+        ids, end = new_array(np.diff(self.offsets)[tokens].sum()), 0
+        for piece in np.array_split(tokens, len(tokens) // 2**16 + 1):  # they stay in the cache
+            first = self.offsets[piece]
+            count = self.offsets[piece.astype(np.int64) + 1] - first
+            at = np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
+            start, end = end, end + len(at)
+            ids[start:end] = self.ids[at]
+        return ids
 
     def encode(self, text: str) -> list[int]:
         return gpt2_encoding(self.size).encode_ordinary(text)
@@ -153,14 +163,15 @@ def stream_rows(arrays, shapes: list[tuple[int, int, int]], document_start: int,
     sizes = (size for count, size, _ in shapes for _ in range(count))
     size, tail = next(sizes), np.empty(0, np.uint16)
     for tokens in arrays:
-        tokens = np.concatenate([tail, tokens])
+        tokens = joined(tail, tokens)
         count = (len(tokens) - 1) // block
-        tail = tokens[count * block :]
-        for i in rng.permutation(count).tolist():
+        tail = tokens[count * block :].copy()
+        for i in map(int, rng.permutation(count)):
             start, end = i * block, (i + 1) * block
             while size and start + size <= end:
                 yield [(tokens, start, size)]
                 start, size = start + size, next(sizes, 0)
+        del tokens  # before the next are read
 
 
 def document_rows(arrays, shapes: list[tuple[int, int, int]], document_start: int, seed: int):
@@ -173,7 +184,7 @@ def document_rows(arrays, shapes: list[tuple[int, int, int]], document_start: in
     size, limit = next(sizes)
     tail, row, room = np.empty(0, np.uint16), [], size
     for tokens in arrays:
-        tokens = np.concatenate([tail, tokens])
+        tokens = joined(tail, tokens)
         starts = np.flatnonzero(tokens == document_start).tolist()
         for start, end in zip(starts[:-1], starts[1:], strict=True):
             row.append((tokens, start, min(end - start, limit, room)))
@@ -184,12 +195,25 @@ def document_rows(arrays, shapes: list[tuple[int, int, int]], document_start: in
                 if not size:
                     return
                 row, room = [], size
-        tail = tokens[starts[-1] :] if starts else tokens  # may go on in the next shard
+        tail = tokens[starts[-1] if starts else 0 :].copy()  # may go on in the next shard
+        del tokens  # before the next are read
 
 
 def max_segments(tokens: int) -> int:
     """Documents that a row has room for: shapes must not depend on the data."""
     return tokens // 64 + 8
+
+
+def segment_starts(begins: np.ndarray) -> np.ndarray:
+    """Where segments start in the flattened (B, T) rows, and the end, int32.
+
+    Its length does not depend on the data: segments of no tokens fill up the room.
+    """
+    starts = np.full(len(begins) * max_segments(begins.shape[1]) + 1, begins.size, np.int32)
+    found = np.flatnonzero(begins)
+    assert len(found) < len(starts), f"{len(found)} segments in {begins.size} tokens"
+    starts[: len(found)] = found
+    return starts
 
 
 def usable_tokens(tokens: np.ndarray, limit: int, document_start: int, rows: str) -> int:
@@ -201,6 +225,23 @@ def usable_tokens(tokens: np.ndarray, limit: int, document_start: int, rows: str
 
 
 ROW_MAKERS = {"stream": stream_rows, "documents": document_rows}
+
+
+def fill(rows: list, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of (tokens, start, length) -> ids and the tokens after them, -1 where a row has ended.
+
+    Both (len(rows), size) int64.
+    """
+    ids = np.zeros((len(rows), size), np.int64)
+    targets = np.full((len(rows), size), -1, np.int64)
+    for i, row in enumerate(rows):
+        at = 0
+        for tokens, start, length in row:
+            after = tokens[start + 1 : start + 1 + length]
+            ids[i, at : at + length] = tokens[start : start + length]
+            targets[i, at : at + len(after)] = after
+            at += length
+    return ids, targets
 
 
 def prefetch(iterator, depth: int = 2):

@@ -1,9 +1,9 @@
 """What only a GPU can tell, in one command on one GPU: `python tests/gpu_check.py`.
 
-Prints, last, a table: attention against the masked reference, each stage of the gpu preset at the
-shape that one of 8 GPUs has (ms, tokens per second, share of the GEMM ceiling, memory), and a small
-model's loss beside the same run on the CPU. Then Muon's own benchmark. `--preset cpu` runs the same
-on a CPU, which proves the script and no figure.
+Prints Muon's own benchmark, then a table: the head in 16 and in 8 bits (ms, and its error with
+attention's), each stage of the gpu preset at the shape that one of 8 GPUs has (ms, tokens per
+second, share of the GEMM ceiling, memory), and a small model's loss beside the same run on the CPU.
+`--preset cpu` runs the same on a CPU, which proves the script and no figure.
 """
 
 import argparse
@@ -45,29 +45,24 @@ def seconds(job, device: torch.device, repeats: int) -> float:
     return statistics.median(took)
 
 
-def gemm_ceiling(device: torch.device) -> float:
-    """FLOP/s of a large matrix product in the dtype that training uses there."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / seconds(lambda: a @ a, device, 10)
-
-
-def attention_error(s: t.Settings, device: torch.device) -> tuple[float, float]:
-    """Largest error of output and gradients against fp32 attention under the explicit mask."""
-    T, window, shape = 1024, 100, (1, 1024, s.num_heads, s.head_dim)
-    starts = torch.tensor([0, 100, 101, 612, T, T], dtype=torch.int32)
-    segments = torch.bucketize(torch.arange(T), starts[1:4], right=True)[None]
-    q, k, v, grad = (torch.randn(shape, dtype=torch.float32) for _ in range(4))
-    answers = []
-    for where, dtype in ((torch.device("cpu"), torch.float32), (device, None)):
-        dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-        inputs = [x.to(where, dtype).requires_grad_() for x in (q, k, v)]
-        cut = starts.to(where) if where.type == "cuda" else segments
-        y = t.attention(*inputs, t.sight(cut, window, T), s.attn_scale)
-        gradients = torch.autograd.grad(y, inputs, grad.to(where, dtype))
-        answers.append([x.float().cpu() for x in (y, *gradients)])
-    errors = [float((a - b).abs().max()) for a, b in zip(*answers, strict=True)]
-    return errors[0], max(errors[1:])
+def head_rows(s: t.Settings, ranks: t.Ranks):
+    """(name, ms, largest relative error) of HeadLoss for the longest row, in 16 and in 8 bits."""
+    loader = t.Loader(s, ranks, shards.Vocabulary(s.vocab_size))
+    model = t.build_model(s, ranks.device)
+    size, more = max(s.seq_len), dict(device=ranks.device, dtype=model.lm_head.dtype)
+    hidden = t.norm(torch.randn(size, s.model_dim, **more)).requires_grad_()
+    weight = (0.05 * torch.randn(model.lm_head.shape, **more)).requires_grad_()
+    targets = torch.randint(s.vocab_size, (size, 1), device=ranks.device)
+    once = torch.ones(1, device=ranks.device)
+    for name, fp8 in (("16 bits or more", False), ("8 bits", True)):
+        loss = lambda *x: t.HeadLoss.apply(*x, s.softcap, s.head_rows, fp8)  # noqa: B023, E731
+        loss = torch.compile(loss, dynamic=False, fullgraph=True) if s.compile else loss
+        job = lambda: loss(hidden, weight, targets, once).backward()  # noqa: B023, E731
+        try:
+            took = seconds(job, ranks.device, 20 if ranks.device.type == "cuda" else 1)
+            yield name, f"{took * 1e3:.2f}", f"{t.device_error(model, s, loader, fp8):.1%}"
+        except RuntimeError as error:  # no such products on this device
+            yield name, "-", str(error).partition("\n")[0]
 
 
 def stage_rows(s: t.Settings, ranks: t.Ranks, ceiling: float):
@@ -113,11 +108,11 @@ def main() -> None:
     if args.preset == "gpu" and not cuda:
         sys.exit("gpu_check.py: torch sees no GPU here; --preset cpu runs the script on a CPU")
     ranks = t.Ranks(0, 1, torch.device("cuda" if cuda else "cpu"))
-    ceiling = gemm_ceiling(ranks.device)
+    ceiling = harness.gemm_rate(ranks.device)
     name = torch.cuda.get_device_name() if cuda else "CPU"
     lines = [f"{name}, torch {torch.__version__}, GEMM ceiling {ceiling / 1e12:.2f} TFLOP/s"]
-    lines.append("attention: largest error {:.1e}, of a gradient {:.1e}".format(
-        *attention_error(s, ranks.device)))
+    lines.append("head and loss     ms   error, with attention's, against the CPU in fp32")
+    lines += ["{:15} {:>6} {:>7}".format(*row) for row in head_rows(s, ranks)]
     lines.append("stage  tokens  ms a step  tokens/s of 8  of ceiling  peak MiB")
     for row in stage_rows(s, ranks, ceiling):
         lines.append("{:5} {:7} {:10.1f} {:14,.0f} {:11.0%} {:9,.0f}".format(*row))

@@ -110,8 +110,7 @@ def trace(s: t.Settings) -> None:
     model = fake_model(s, "cuda")
     for stage in (*range(len(s.stage_ends)), -1):
         batch, weights = fake_batch(s, stage, 1, "cuda"), t.future_weights(0, s).to("cuda")
-        with torch.no_grad():
-            loss = model(*batch, windows(s, stage), weights)
+        loss = model(*batch, windows(s, stage), weights)
         name = f"stage {stage + 1}" if stage >= 0 else "validation"
         print(f"  {name}: {tuple(batch.ids.shape)} tokens -> {loss.dtype} loss on {loss.device}")
 

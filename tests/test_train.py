@@ -223,7 +223,7 @@ def test_the_head_s_loss_and_gradients_equal_the_plain_form_in_fp64(rows):
     weights = torch.tensor([1.0, 0.5, 0.0])
     assert (targets < 0).any()
     mine = [hidden.requires_grad_(), weight.requires_grad_()]
-    loss = t.HeadLoss.apply(*mine, targets, weights, 23.0, rows)
+    loss = t.HeadLoss.apply(*mine, targets, weights, 23.0, rows, False)
     (loss * 0.3).backward()
     exact = [x.detach().double().requires_grad_() for x in mine]
     logits = 23 * torch.sigmoid((exact[0] @ exact[1].T + 5) / 7.5)
@@ -235,6 +235,71 @@ def test_the_head_s_loss_and_gradients_equal_the_plain_form_in_fp64(rows):
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
     for x, reference in zip(mine, exact, strict=True):
         assert torch.allclose(x.grad.double(), reference.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["random", "one large weight", "rows of one number", "zero"])
+def test_the_head_in_8_bits_is_near_fp64_and_never_overflows(case, dtype):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator) for n in (96, 80))
+    weight *= 0 if case == "zero" else 0.1
+    if case == "one large weight":
+        weight[3, 5] = 2.0
+    if case == "rows of one number":
+        hidden = torch.eye(64).repeat(2, 1)[:96]
+    targets, weights = torch.arange(96)[:, None] % 80, torch.tensor([1.75])
+    low = [x.to(dtype).requires_grad_() for x in (t.norm(hidden), weight)]
+    loss = t.HeadLoss.apply(*low, targets, weights, 23.0, 32, True)
+    loss.backward()
+    exact = [x.detach().double().requires_grad_() for x in low]
+    logits = 23 * torch.sigmoid((exact[0] @ exact[1].T + 5) / 7.5)
+    expected = 1.75 * F.cross_entropy(logits, targets[:, 0], reduction="sum")
+    expected.backward()
+    assert math.isclose(loss.item(), expected.item(), rel_tol=0.01)
+    for x, reference in zip(low, exact, strict=True):
+        error = (x.grad.double() - reference.grad).norm()
+        assert error <= 0.08 * reference.grad.norm()
+    low[0] = low[0].detach()  # as in a validation, which has all its bits
+    both = [t.HeadLoss.apply(*low, targets, weights, 23.0, 32, fp8) for fp8 in (True, False)]
+    assert both[0].item() == both[1].item()
+
+
+def without_8_bits(rank: int, world_size: int, folder: str, bad: str) -> dict:
+    """What the self-check finds where products in 8 bits fail, or are wrong, on the last rank."""
+    original, run = t.product, t.Run(t.Ranks(rank, world_size, CPU), Path(folder) / "x.jsonl", 0.0)
+
+    def product(a, b, scales=(), kind=t.E4M3):
+        if scales and rank == world_size - 1 and bad == "fail":
+            raise RuntimeError("only on GPUs of capability 8.9 and above\nand more")
+        wrong = scales and rank == world_size - 1 and bad == "wrong"
+        return original(a, b, scales, kind) * (1.3 if wrong else 1)
+
+    t.product = product
+    try:
+        model, own = t.build_model(TINY_GPU, CPU), loader(TINY_GPU, run.ranks)
+        return t.self_check(run, model, TINY_GPU, own) | {"head": model.head}
+    finally:
+        t.product = original
+
+
+@pytest.mark.parametrize("bad", ["fail", "wrong"])
+def test_a_head_that_one_rank_cannot_have_in_8_bits_is_left_out_on_all(bad, tmp_path):
+    for world_size in (1, 2):
+        found = run_ranks(world_size, without_8_bits, str(tmp_path), bad)
+        assert not any(own["fp8_head"] or own["head"][2] for own in found)
+    says = found[-1]["fp8_error"]
+    assert says == "only on GPUs of capability 8.9 and above" if bad == "fail" else says > 0.15
+    fine = run_ranks(1, without_8_bits, str(tmp_path), "")[0]
+    assert fine["fp8_head"] and fine["error"] == 0 < fine["fp8_error"] < 0.1
+
+
+def test_attention_that_is_wrong_on_a_device_ends_the_run_before_it_trains(tmp_path, monkeypatch):
+    original = t.sight
+    turn = iter((8, 7))  # the device sees one token too many, the CPU what it should
+    monkeypatch.setattr(t, "sight", lambda segments, _, T: original(segments, next(turn), T))
+    model, log = t.build_model(TINY, CPU), t.Run(ALONE, tmp_path / "x.jsonl", 0.0)
+    with pytest.raises(ArithmeticError, match="attention or loss"):
+        t.self_check(log, model, TINY, loader(TINY))
 
 
 def test_several_next_tokens_are_those_of_the_same_document():
@@ -428,21 +493,31 @@ def test_warm_up_leaves_no_trace(s):
 
 
 @pytest.mark.slow
-def test_compiled_and_eager_give_the_same_losses():
-    told, _ = first_steps(0, 1, TINY, steps=3)
-    log = run(*TINY_FLAGS, "--compile")
-    losses = [line["loss"] for line in log if line["kind"] == "step"][:3]
-    assert np.allclose(losses, [loss for loss, _ in told], rtol=1e-4)
+def test_the_gpu_preset_compiled_gives_the_same_losses_and_never_compiles_on_the_clock():
+    """Two stages and the validation, with 8 bits in the head; a recompilation would end the run."""
+    stages = dict(stage_ends=(0.5, 1.0), stage_lr=(1.0, 1.5), batch_tokens=(256, 512))
+    stages |= dict(seq_len=(64, 128), max_document=(24, 40), short_window=(4, 8))
+    s = dataclasses.replace(TINY_GPU, **stages, long_window=(8, 24), train_steps=4, log_every=1)
+    told, _ = first_steps(0, 1, s, steps=4)
+    log = run("--preset", "gpu", *flags_of(s, t.Settings()), "--compile")
+    losses = [line["loss"] for line in log if line["kind"] == "step"]
+    assert np.allclose(losses, [loss for loss, _ in told], rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------
 # the script as a user runs it
 
-TINY_FLAGS = [
-    f"--{f.name}={','.join(map(str, v)) if isinstance(v, tuple) else v}"
-    for f in dataclasses.fields(TINY)
-    if f.type is not bool and (v := getattr(TINY, f.name)) != getattr(t.CPU, f.name)
-]
+
+def flags_of(s: t.Settings, preset: t.Settings) -> list[str]:
+    """What to add to --preset for these settings."""
+    return [
+        f"--{f.name}={','.join(map(str, v)) if isinstance(v, tuple) else v}"
+        for f in dataclasses.fields(s)
+        if f.type is not bool and (v := getattr(s, f.name)) != getattr(preset, f.name)
+    ]
+
+
+TINY_FLAGS = flags_of(TINY, t.CPU)
 
 
 def command(*flags: str, cwd: Path = ROOT, ranks: int = 1) -> subprocess.CompletedProcess:
