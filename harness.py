@@ -416,6 +416,21 @@ def read_checkpoint(path: Path, keys: set[str]) -> dict:
     return state
 
 
+@torch.no_grad()
+def generate(model, s, loader, prompt: list[int], count: int) -> list[int]:
+    """`count` ids that continue the prompt, drawn at temperature 0.8."""
+    generator = torch.Generator().manual_seed(s.seed)
+    ids, size = list(prompt), min(1024, s.seq_len[-1])
+    for _ in range(count):
+        row = np.array(ids[-size:], np.uint16)
+        batch = loader.batch([[(row, 0, len(row))]], size)
+        hidden = model.hidden(batch.ids, batch.segments, s.val_windows)
+        logits = model.logits(hidden[0, len(row) - 1])[: s.vocab_size - 1].cpu()
+        chance = torch.softmax(logits / 0.8, -1)
+        ids.append(int(torch.multinomial(chance, 1, generator=generator)))
+    return ids[len(prompt) :]
+
+
 # ------------------------------------------------------------------------------------------------
 # an orderly end
 

@@ -69,9 +69,11 @@ class Settings:
     attn_init: float = 0.5  # standard deviation of attention's output matrix, times sqrt(C)
     skip: tuple[int, ...] = (3, 6)  # the first block's output also goes into the second
     no_attention: tuple[int, ...] = (6,)  # blocks that have only an MLP
+    paired_heads: tuple[int, ...] = (0, 2, 5, 9)  # blocks where two heads see each other's keys
     one_source: tuple[int, ...] = (8, 9, 10)  # blocks whose attention reads the first one's input
     future: tuple[float, ...] = (0.5, 0.25)  # weight of the loss on the second next token, third
     future_ends: tuple[float, ...] = (0.66, 0.33)  # when it has fallen to 0, over a third of a run
+    untie: float = 0.66  # fraction of train_steps until which embedding and head are one table
     long_window_blocks: tuple[int, ...] = (3, 10)  # blocks that look as far as the long window
     attn_scale: float = 0.12  # softmax scale; queries and keys have norm sqrt(head_dim)
     rope_fraction: float = 0.5  # of a head's dimensions that rotate
@@ -100,7 +102,7 @@ class Settings:
     weight_decay: float = 0.05  # Muon's, decoupled; the decay per step is lr * weight_decay
     cautious: bool = True  # decay only where update and weight have the same sign
     beta2: float = 0.9  # NorMuon's second moment per neuron; 0 switches it off
-    embed_lr: float = 0.3  # token embedding
+    embed_lr: float = 0.008  # token embedding, once it is a table of its own
     value_embed_lr: float = 0.3  # value embeddings
     bigram_lr: float = 0.3  # bigram table
     head_lr: float = 0.008  # output head
@@ -135,7 +137,7 @@ CPU = dataclasses.replace(
     **dict(num_layers=4, num_heads=4, head_dim=32, value_embed_blocks=(1, 3), bigram_rows=16384),
     **dict(bigram_signs=0, value_gate=False, key_offset=False, adam_every=1),
     **dict(attn_init=0.0, skip=(), no_attention=(), one_source=(), future=(), future_ends=()),
-    **dict(long_window_blocks=(), attn_scale=0.25, rope_fraction=1.0),
+    **dict(paired_heads=(), untie=0.0, long_window_blocks=(), attn_scale=0.25, rope_fraction=1.0),
     **dict(train_steps=730, cooldown_frac=0.5, cooldown_floor=0.0, stage_ends=(1.0,)),
     **dict(batch_tokens=(2048,), seq_len=(128,), max_document=(128,), stage_lr=(1.0,)),
     **dict(short_window=(128,), long_window=(128,), val_seq_len=128, val_windows=(128, 128)),
@@ -167,30 +169,30 @@ def check_settings(s: Settings, world_size: int) -> None:
             raise UserError(f"--{name} {getattr(s, name)}: at least 1")
     if s.qk_heads and s.num_heads % s.qk_heads:
         raise UserError(f"--qk_heads {s.qk_heads}: does not divide --num_heads {s.num_heads}")
+    if s.paired_heads and s.num_heads % 2:
+        raise UserError(f"--num_heads {s.num_heads}: must be even for --paired_heads")
     if s.head_dim < 4 or s.head_dim % 4 or s.model_dim < 12:
         raise UserError(f"--head_dim {s.head_dim}: a multiple of 4; with --num_heads 12 or more")
     if len(s.skip) not in (0, 2) or list(s.skip) != sorted(s.skip):
         raise UserError(f"--skip {s.skip}: two blocks, the earlier one first, or none")
     if len(s.future) != len(s.future_ends):
         raise UserError(f"--future {s.future}: one of --future_ends {s.future_ends} for each")
-    for name in "value_embed_blocks long_window_blocks skip no_attention one_source".split():
+    has_blocks = "value_embed_blocks long_window_blocks skip no_attention one_source paired_heads"
+    for name in has_blocks.split():
         if bad := [i for i in getattr(s, name) if not 0 <= i < s.num_layers]:
             raise UserError(f"--{name}: block {bad[0]} is not in 0..{s.num_layers - 1}")
-    if bad := {*s.value_embed_blocks, *s.one_source} & {*s.no_attention}:
+    if bad := {*s.value_embed_blocks, *s.one_source, *s.paired_heads} & {*s.no_attention}:
         raise UserError(f"--no_attention: block {min(bad)} needs its attention")
     for batch, length in zip(s.batch_tokens, s.seq_len, strict=True):
         if length < 2 or batch < length or batch % length:
             raise UserError(f"--batch_tokens {batch}: must be a multiple of --seq_len {length}")
         if (rows := batch // length) % world_size:
             fits = ", ".join(str(w) for w in range(1, rows + 1) if rows % w == 0)
-            raise UserError(
-                f"{world_size} processes cannot share the {rows} rows of a batch of {batch} tokens:"
-                f" start NPROC={fits}"
-            )
+            why = f"{world_size} processes cannot share {rows} rows, a batch of {batch} tokens"
+            raise UserError(f"{why}: start NPROC={fits}")
         if s.micro_batch_tokens < length:
             raise UserError(f"--micro_batch_tokens {s.micro_batch_tokens}: a row has {length}")
-    compiler = torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++"))
-    if s.compile and not compiler:
+    if s.compile and not (torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++"))):
         raise UserError("--compile needs a C++ compiler on a CPU: install g++, or --no-compile")
 
 
@@ -299,19 +301,29 @@ def rotary_tables(length: int, window: int, s: Settings) -> tuple[Tensor, Tensor
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of (B, T, H, D), dimension i paired with i + D/2."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+    T, half = x.size(1), x.size(-1) // 2
+    return torch.addcmul(x * cos[:T], x.roll(half, -1), sin[:T])
 
 
-def sight(segments: Tensor, window: int, seq_len: int):
+def fold(x: Tensor, n: int) -> Tensor:
+    """(B, T, H, D) -> (B, n T, H / n, D): at each token n neighbouring heads take turns."""
+    return x.unflatten(2, (-1, n)).transpose(2, 3).flatten(1, 2)
+
+
+def unfold(x: Tensor, n: int) -> Tensor:
+    return x.unflatten(1, (-1, n)).transpose(2, 3).flatten(2, 3)
+
+
+def sight(segments: Tensor, window: int, seq_len: int, n: int = 1):
     """Who sees whom, as attention() takes it: a token sees itself and `window` tokens before.
 
-    On a CPU (B, 1, T, T), 0 or -inf, from each token's segment; on CUDA segments' starts, window.
+    On a CPU (B, 1, nT, nT), 0 or -inf, from each token's segment; on CUDA segments' starts, window.
     """
     if segments.is_cuda:
-        return segments, window
-    position = torch.arange(seq_len)
+        return n * segments, n * window
+    position, segments = torch.arange(n * seq_len), segments.repeat_interleave(n, 1)
     back = position[:, None] - position
-    seen = (back >= 0) & (back <= window) & (segments[:, :, None] == segments[:, None, :])
+    seen = (back >= 0) & (back <= n * window) & (segments[:, :, None] == segments[:, None, :])
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
 
 
@@ -336,6 +348,7 @@ class Attention(nn.Module):
     def __init__(self, s: Settings, block: int):
         super().__init__()
         self.num_heads, self.head_dim, self.scale = s.num_heads, s.head_dim, s.attn_scale
+        self.turns = 2 if block in s.paired_heads else 1
         self.qk = nn.Parameter(torch.empty(2, s.model_dim, s.model_dim))
         self.v = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
         self.proj = nn.Parameter(torch.empty(s.model_dim, s.model_dim))
@@ -353,16 +366,18 @@ class Attention(nn.Module):
         weight = torch.cat([self.qk.flatten(0, 1), self.v])  # one product
         qkv = F.linear(x, weight).view(B, T, 3 * self.num_heads, self.head_dim)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
-        q, k = rotate(norm(qk), place.cos, place.sin).chunk(2, dim=2)
+        q, k = rotate(fold(norm(qk), self.turns), place.cos, place.sin).chunk(2, dim=2)
         if self.offset is not None:
-            before = F.pad(k[:, :-1], (0, 0, 0, 0, 1, 0))
-            k = torch.where(self.offset & ~place.begins, before, k)
+            before = F.pad(k[:, : -self.turns], (0, 0, 0, 0, self.turns, 0))
+            begins = place.begins.repeat_interleave(self.turns, 1)
+            k = torch.where(self.offset & ~begins, before, k)
         if value is not None:
             own = value.view_as(v)
             if self.value_gate is not None:
                 own = gate(self.value_gate, torch.cat([x[..., :6], value[..., :6]], -1)) * own
             v = v + own
-        y = attention(q, k, v, seen, self.scale * place.stretch)
+        y = attention(q, k, fold(v, self.turns), seen[self.turns], self.scale * place.stretch)
+        y = unfold(y, self.turns)
         if self.own_value is not None:
             unit = norm(v)
             along = (y * unit).mean(-1, keepdim=True) * self.own_value.tanh().to(y.dtype)[:, None]
@@ -478,7 +493,7 @@ class GPT(nn.Module):
         self.long = [i in s.long_window_blocks for i in range(s.num_layers)]
         self.stretch = {}
         for window in {*s.long_window, s.val_windows[1]}:
-            length = max(*s.seq_len, s.val_seq_len)
+            length = max(*s.seq_len, s.val_seq_len) * (2 if s.paired_heads else 1)
             cos, sin, self.stretch[window] = rotary_tables(length, window, s)
             self.register_buffer(f"cos{window}", cos, persistent=False)
             self.register_buffer(f"sin{window}", sin, persistent=False)
@@ -486,10 +501,11 @@ class GPT(nn.Module):
     def hidden(self, ids: Tensor, segments: Tensor, windows: tuple[int, int]) -> Tensor:
         """(B, T) ids -> (B, T, C) of the last block, normed."""
         T = ids.size(1)
-        seen = {w: sight(segments, w, T) for w in set(windows)}
+        turns = {b.attn.turns for b in self.blocks if b.attn is not None}
+        seen = {w: {n: sight(segments, w, T, n) for n in turns} for w in set(windows)}
         # no document sees the one before: its first token stands alone
         start, begins = self.document_start, ids == self.document_start
-        cos, sin = (getattr(self, f"{name}{windows[1]}")[:T] for name in ("cos", "sin"))
+        cos, sin = (getattr(self, f"{name}{windows[1]}")[: 2 * T] for name in ("cos", "sin"))
         cos, sin = cos.to(self.embed.dtype), sin.to(self.embed.dtype)
         place = Place(cos, sin, self.stretch[windows[1]], begins[:, :, None, None])
         before = F.pad(ids[:, :-1], (1, 0), value=start).masked_fill(begins, start)
@@ -540,6 +556,8 @@ def init_parameters(model: GPT, s: Settings) -> None:
             p.uniform_(-bound, bound, generator=generator)
         elif name.endswith("attn.proj"):
             p.uniform_(-1, 1, generator=generator).mul_(s.attn_init * (3 / s.model_dim) ** 0.5)
+        elif last == "lm_head" and s.untie:
+            model.embed.copy_(p.normal_(std=0.005, generator=generator))
         elif last in ("proj", "lm_head", "smear", "bigram", "gate", "value_gate", "own_value"):
             p.zero_()
         elif last == "skip":
@@ -703,25 +721,8 @@ def probe_causality(run: Run, model: GPT, s: Settings, loader: Loader) -> None:
     ok = change <= 1e-3 < effect
     run.write("probe", name="causality", step=run.step, max_change=change, effect=effect, ok=ok)
     if not ok:
-        raise ArithmeticError(
-            f"the causality probe failed: logits moved by {change:g} before what was changed in a"
-            f" row (must be 0), by {effect:g} after it (must not be 0)"
-        )
-
-
-@torch.no_grad()
-def generate(model: GPT, s: Settings, loader: Loader, prompt: list[int], count: int) -> list[int]:
-    """`count` ids that continue the prompt, drawn at temperature 0.8."""
-    generator = torch.Generator().manual_seed(s.seed)
-    ids, size = list(prompt), min(1024, s.seq_len[-1])
-    for _ in range(count):
-        row = np.array(ids[-size:], np.uint16)
-        batch = loader.batch([[(row, 0, len(row))]], size)
-        hidden = model.hidden(batch.ids, batch.segments, s.val_windows)
-        logits = model.logits(hidden[0, len(row) - 1])[: s.vocab_size - 1].cpu()
-        chance = torch.softmax(logits / 0.8, -1)
-        ids.append(int(torch.multinomial(chance, 1, generator=generator)))
-    return ids[len(prompt) :]
+        what = f"by {change:g} before the change in a row (must be 0), by {effect:g} after it"
+        raise ArithmeticError(f"the causality probe failed: logits moved {what} (must not be 0)")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -738,7 +739,13 @@ def train_step(forward, optimizer: Muon, batches: list[Batch], step: int, s: Set
         (loss * (ranks.world_size / stage.batch_tokens)).backward()
         total, count = total + loss.detach(), count + (batch.targets >= 0).sum()
     set_schedule(optimizer, step, s)
+    embed, head, tied = forward.embed, forward.lm_head, step < s.untie * s.train_steps
+    if tied:
+        head.grad.add_(embed.grad)
+        embed.grad = None
     optimizer.step()
+    if tied:
+        embed.data.copy_(head)
     optimizer.zero_grad(set_to_none=True)
     return total, count
 
@@ -847,8 +854,8 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
     forward = torch.compile(model, dynamic=False, fullgraph=True) if s.compile else model
     validation = Validation(s, loader)
     sources = [__file__, sys.modules[Muon.__module__].__file__, shards.__file__]
-    about = dict(shards=entries, num_params=sum(p.numel() for p in model.parameters()))
-    run.log_header(s, PRESETS, sources, **about, first_step=first, self_check=checked)
+    about = dict(num_params=sum(p.numel() for p in model.parameters()), self_check=checked)
+    run.log_header(s, PRESETS, sources, shards=entries, first_step=first, **about)
     run.write("off_clock", name="startup", seconds=since - PROCESS_START)
     run.write("off_clock", name="model", seconds=now() - since)
     with run.off_clock("warmup", state_restored=True):
@@ -884,7 +891,7 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
         probe_causality(run, model, s, loader)
     if s.sample_tokens:
         with run.off_clock("sample"):
-            ids = generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
+            ids = harness.generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
         run.say(f"a sample: {vocabulary.decode(ids).strip()!r}")
     products = model.lm_head.numel() + sum(p.numel() for p in model.blocks.parameters())
     reached = (loss if s.preset == "gpu" else bits) <= s.target
@@ -899,10 +906,10 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
 def sample(s: Settings, vocabulary: Vocabulary, checkpoint: dict, text: str) -> None:
     """Print a text and its continuation by a checkpoint."""
     ranks = harness.join_ranks(s.timeout)
-    model = build_model(s, ranks.device)
+    model, loader = build_model(s, ranks.device), Loader(s, ranks, vocabulary)
     model.load_state_dict(checkpoint["model"])
     prompt = [vocabulary.document_start, *vocabulary.encode(text)]
-    ids = generate(model, s, Loader(s, ranks, vocabulary), prompt, s.sample_tokens or 80)
+    ids = harness.generate(model, s, loader, prompt, s.sample_tokens or 80)
     print(text + vocabulary.decode(ids))
 
 

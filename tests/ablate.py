@@ -48,6 +48,8 @@ VARIANTS = {
     " --momentum_cooldown 50",
     "two heads of 64": "--num_heads 2 --head_dim 64 --attn_scale 0.177",
     "Q and K by heads": "--qk_heads 1",
+    "heads in pairs, blocks 0 and 2": "--paired_heads 0,2",
+    "embedding tied to the head for 2/3": "--untie 0.66 --head_lr 0.02 --embed_lr 0.02",
     "twice the rate for MLP out": "--mlp_out_lr 2",
     "Adam on every second step": "--adam_every 2",
     "batch in stages": "--stage_ends 0.33,0.66,1 --batch_tokens 1024,2048,3072 --seq_len"

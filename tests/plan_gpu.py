@@ -58,7 +58,7 @@ def flops(s: t.Settings, stage: int) -> tuple[float, float]:
     by_op = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in by_op.items() if "attention" not in str(op))
     seen = sum(
-        min(windows(s, stage)[long], s.max_document[stage])
+        min(windows(s, stage)[long], s.max_document[stage]) * (2 if i in s.paired_heads else 1)
         for i, long in enumerate(model.long)
         if i not in s.no_attention
     )

@@ -34,7 +34,8 @@ TINY_GPU = dataclasses.replace(
     **dict(vocab_size=257, num_layers=4, num_heads=2, head_dim=16, train_steps=8),
     **dict(bigram_rows=512, bigram_lr=0.05, embed_lr=0.05, value_embed_lr=0.05),
     **dict(value_embed_blocks=(1, 3), long_window_blocks=(1, 3), stage_ends=(0.5, 0.75, 1.0)),
-    **dict(skip=(0, 2), no_attention=(2,), one_source=(1, 3), bigram_signs=16),
+    **dict(skip=(0, 2), no_attention=(2,), one_source=(1, 3), paired_heads=(0, 3)),
+    **dict(bigram_signs=16),
     **dict(batch_tokens=(256, 512, 512), seq_len=(64, 128, 128), max_document=(24, 40, 40)),
     **dict(short_window=(4, 8, 8), long_window=(8, 16, 24), stage_lr=(1.0, 1.5, 1.5)),
     **dict(val_seq_len=64, val_windows=(8, 32), val_tokens=500, micro_batch_tokens=512),
@@ -103,9 +104,11 @@ def test_attention_sees_its_own_segment_within_the_window_and_nothing_else():
                 assert torch.allclose(ours[b, i, h], weights @ v[b, seen, h], atol=1e-6)
 
 
-def test_attention_with_everything_on_is_its_formula():
-    """Gates, value embedding, own value, keys of the token before: by loops, in fp64."""
-    s = dataclasses.replace(TINY_GPU, rope_fraction=0.5)
+@pytest.mark.parametrize("n", [1, 2])
+def test_attention_with_everything_on_is_its_formula(n):
+    """Gates, value embedding, own value, keys of the token before, pairs: by loops, in fp64."""
+    s = dataclasses.replace(TINY_GPU, rope_fraction=0.5, num_heads=4)
+    s = dataclasses.replace(s, paired_heads=(3,) if n == 2 else ())
     H, D, C, T, block = s.num_heads, s.head_dim, s.model_dim, 12, 3
     generator = torch.Generator().manual_seed(0)
     attn, window = t.Attention(s, block).double(), 6
@@ -115,9 +118,9 @@ def test_attention_with_everything_on_is_its_formula():
     x, value = torch.randn(2, 1, T, C, generator=generator).double()
     begins = torch.tensor([i in (0, 7) for i in range(T)])
     cos, sin, _ = (y.double() if isinstance(y, torch.Tensor) else y
-                   for y in t.rotary_tables(T, s.long_window[0], s))  # fmt: skip
+                   for y in t.rotary_tables(n * T, s.long_window[0], s))  # fmt: skip
     place = t.Place(cos, sin, 1.5, begins[None, :, None, None])
-    ours = attn(x, value, place, t.sight(begins[None].cumsum(1), window, T).double())[0]
+    ours = attn(x, value, place, {n: t.sight(begins[None].cumsum(1), window, T, n).double()})[0]
 
     def unit(y):
         return y / y.square().mean(-1, keepdim=True).sqrt()
@@ -132,7 +135,13 @@ def test_attention_with_everything_on_is_its_formula():
 
     x, value, still = x[0], value[0], torch.arange(D) % (D // 2) >= D // 4
     q, k = ((x @ w.T).view(T, H, D) for w in attn.qk)
-    q, k = (torch.stack([turn(unit(y[i]), i) for i in range(T)]) for y in (q, k))
+    spot = n * torch.arange(T)[:, None] + torch.arange(H) % n  # heads of a pair take turns
+    q, k = (
+        torch.stack(
+            [torch.stack([turn(unit(y[i, h]), spot[i, h]) for h in range(H)]) for i in range(T)]
+        )
+        for y in (q, k)
+    )
     shifted = k.clone()
     for i in range(1, T):
         if not begins[i]:
@@ -141,11 +150,14 @@ def test_attention_with_everything_on_is_its_formula():
     v = (x @ attn.v.T).view(T, H, D)
     v = v + 2 * torch.sigmoid(both @ attn.value_gate.T)[..., None] * value.view(T, H, D)
     for i in range(T):
-        seen = [j for j in range(max(0, i - window), i + 1) if not begins[j + 1 : i + 1].any()]
+        document = [j for j in range(i + 1) if not begins[j + 1 : i + 1].any()]
         heads = []
         for h in range(H):
-            chance = torch.softmax(1.5 * s.attn_scale * shifted[seen, h] @ q[i, h], 0)
-            y, own = chance @ v[seen, h], unit(v[i, h])
+            pairs = [(j, g) for j in document for g in range(H) if g // n == h // n]
+            seen = [(j, g) for j, g in pairs if 0 <= spot[i, h] - spot[j, g] <= n * window]
+            keys, values = (torch.stack([y[j, g] for j, g in seen]) for y in (shifted, v))
+            chance = torch.softmax(1.5 * s.attn_scale * keys @ q[i, h], 0)
+            y, own = chance @ values, unit(v[i, h])
             y = y - attn.own_value[h].tanh() * (y @ own) / D * own
             y = y * 2 * torch.sigmoid(x[i, :12] @ attn.gate[h])
             heads.append(y)
@@ -174,7 +186,7 @@ def test_no_logit_depends_on_a_later_token_or_on_another_document(s):
 def test_the_probe_catches_a_model_that_sees_the_future(monkeypatch, tmp_path):
     model, log = shaken(TINY), t.Run(ALONE, tmp_path / "probe.jsonl", 0.0)
     t.probe_causality(log, model, TINY, loader(TINY))
-    monkeypatch.setattr(t, "sight", lambda segments, w, T: torch.zeros(len(segments), 1, T, T))
+    monkeypatch.setattr(t, "sight", lambda segments, w, T, n: torch.zeros(len(segments), 1, T, T))
     with pytest.raises(ArithmeticError, match="causality probe failed"):
         t.probe_causality(log, model, TINY, loader(TINY))
     first, second = map(json.loads, log.path.read_text().splitlines())
@@ -200,6 +212,22 @@ def test_every_parameter_is_in_one_group_and_gets_a_gradient(preset):
     model(*batch, (s.short_window[0], s.long_window[0]), weights).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_tied_embedding_trains_as_one_table_until_it_is_untied(every):
+    s = dataclasses.replace(TINY, untie=2 / 3, adam_every=every, embed_lr=0.02, head_lr=0.02)
+    two, one = t.build_model(s, CPU), t.build_model(s, CPU)
+    one.embed = one.lm_head
+    both = [(two, s), (one, dataclasses.replace(s, untie=0.0))]
+    models = [(model, own, t.build_optimizer(model, own)) for model, own in both]
+    for step, batches in enumerate(loader(s).steps(sorted(ROOT.glob(s.train_files)))):
+        told = [t.train_step(m, opt, batches, step, own, ALONE)[0] for m, own, opt in models]
+        if step < 4:
+            assert torch.equal(two.embed, two.lm_head)
+            assert torch.allclose(*told, rtol=1e-5)
+            assert (two.embed - one.embed).abs().mean() < 1e-5  # Adam magnifies what nearly cancels
+    assert step == 5 and not torch.allclose(two.embed, two.lm_head, atol=1e-3)
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess_and_the_head_is_soft_capped():
@@ -473,7 +501,8 @@ def test_ranks_and_accumulation_change_nothing(s):
     assert alone[0][0] > alone[-1][0] and alone[-1][1] > 0
     smaller = dataclasses.replace(s, micro_batch_tokens=max(s.seq_len))
     split, split_val = first_steps(0, 1, smaller, steps)
-    assert np.allclose(alone, split, rtol=1e-5) and np.allclose(val, split_val, rtol=1e-5)
+    near = 1e-4 if s.fp8_head else 1e-5  # a number between two of e4m3 may go either way
+    assert np.allclose(alone, split, rtol=near) and np.allclose(val, split_val, rtol=near)
     for world_size in (2, 4):
         for told, other_val in run_ranks(world_size, first_steps, smaller, steps):
             assert np.allclose(alone, told, rtol=1e-4)
