@@ -1,10 +1,11 @@
 """What each ingredient is worth on the CPU track: `python tests/ablate.py --seeds 4`.
 
 Every variant differs from the cpu preset in the flags below and runs with the same seeds, one run
-for each core at a time, one thread each. The table has the mean difference in validation bits per
-byte (positive: the preset is better without the change), its 95 % interval over the paired seeds,
-and the seconds of training against the preset's. Logs stay in --logs: runs that are there are not
-made again, so that more seeds or a new variant cost only themselves.
+for each core at a time, one thread each; other flags go to all of them. The table has the mean
+difference in validation bits per byte (positive: the preset is better without the change), its 95 %
+interval over the paired seeds, and the median of the seconds of training over the preset's. Logs
+stay in --logs: runs that are there are not made again, so that more seeds or a new variant cost
+only themselves.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "records"))
@@ -110,7 +111,7 @@ def table(names: list[str], seeds: int, logs: Path) -> str:
             continue
         pairs = list(zip(found[name], base, strict=True))
         gaps = [mine["bits"] - theirs["bits"] for mine, theirs in pairs]
-        ratio = fmean(mine["seconds"] / theirs["seconds"] for mine, theirs in pairs)
+        ratio = median(mine["seconds"] / theirs["seconds"] for mine, theirs in pairs)
         half = half_width(gaps) if seeds > 1 else math.nan
         lines.append(f"| {name} | {fmean(gaps):+.4f} | ± {half:.4f} | {ratio:.2f} |")
     return "\n".join(lines)
