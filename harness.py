@@ -478,10 +478,10 @@ def finish(run: Run, work) -> int:
     """work(), and whatever happens the log gets its last line; returns the exit code."""
 
     def stop(number: int, frame) -> None:
-        name = signal.Signals(number).name
+        run.stop_asked = signal.Signals(number).name
         if not run.patient:
-            raise KeyboardInterrupt(name)
-        run.stop_asked = name
+            run.patient = True  # an orderly end is not interrupted
+            raise KeyboardInterrupt(run.stop_asked)
 
     for number in STOPS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has its way
@@ -489,7 +489,10 @@ def finish(run: Run, work) -> int:
     watch_over(run)
     status, reason = "ok", ""
     try:
-        work()
+        try:
+            work()
+        finally:
+            run.patient = True
     except KeyboardInterrupt as signal_name:
         status, reason = "interrupted", f"{signal_name} at step {run.step}"
     except Exception as error:

@@ -865,25 +865,25 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
 
     optimizer.register_step_pre_hook(lambda *_: run.waits())
     batches, run.patient = shards.prefetch(loader.steps(files, first)), s.save_every > 0
-    torch.compiler.set_stance("fail_on_recompile")  # everything was compiled off the clock
     run.clock(True)
-    for step in range(first, s.train_steps):
-        run.step, run.at, last = step, step, step + 1 == s.train_steps
-        total, count = train_step(forward, optimizer, next(batches), step, s, ranks)
-        tokens += stage_at(step, s).batch_tokens
-        if step % s.log_every == 0 or last:
-            total, count = ranks.sum(total, count)
-            facts = dict(lr_multiplier=lr_multiplier(step, s), tokens=tokens)
-            facts |= dict(loss=total / count, grad_norm=float(optimizer.grad_norm))
-            run.log_step(step, s.train_steps, **facts)
-        if last or (s.val_every and (step + 1) % s.val_every == 0):
-            loss, bits = validate(run, forward, validation, step + 1, s.train_steps, tokens)
-        if s.save_every:
-            stopped = ranks.sum(run.stop_asked is not None)[0]
-            if last or stopped or (step + 1) % s.save_every == 0:
-                save(run, model, optimizer, s, step + 1)
-            if stopped and not last:
-                raise KeyboardInterrupt(run.stop_asked or "a signal to another rank")
+    with torch.compiler.set_stance("fail_on_recompile"):  # everything was compiled off the clock
+        for step in range(first, s.train_steps):
+            run.step, run.at, last = step, step, step + 1 == s.train_steps
+            total, count = train_step(forward, optimizer, next(batches), step, s, ranks)
+            tokens += stage_at(step, s).batch_tokens
+            if step % s.log_every == 0 or last:
+                total, count = ranks.sum(total, count)
+                facts = dict(lr_multiplier=lr_multiplier(step, s), tokens=tokens)
+                facts |= dict(loss=total / count, grad_norm=float(optimizer.grad_norm))
+                run.log_step(step, s.train_steps, **facts)
+            if last or (s.val_every and (step + 1) % s.val_every == 0):
+                loss, bits = validate(run, forward, validation, step + 1, s.train_steps, tokens)
+            if s.save_every:
+                stopped = ranks.sum(run.stop_asked is not None)[0]
+                if last or stopped or (step + 1) % s.save_every == 0:
+                    save(run, model, optimizer, s, step + 1)
+                if stopped and not last:
+                    raise KeyboardInterrupt(run.stop_asked or "a signal to another rank")
     run.clock(False)
     run.step, run.patient = s.train_steps, False
 

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {  # lines; what a file needs beyond must earn it
-    "train_gpt.py": 950, "muon.py": 980, "harness.py": 560, "data/fineweb.py": 400,
+    "train_gpt.py": 950, "muon.py": 980, "harness.py": 580, "data/fineweb.py": 400,
     "data/shards.py": 320, "records/record.py": 550, "records/evidence.py": 600, "README.md": 180,
 }
 
