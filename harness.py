@@ -310,9 +310,10 @@ class Run:
         size = f"{self.ranks.world_size} ranks, {about['num_params']:,} parameters"
         self.say(f"{settings.preset} track: {device}, {size}; log: {self.path}")
 
-    def log_step(self, step: int, steps: int, loss: float, tokens: int, **more: float) -> None:
+    def log_step(self, step: int, steps: int, loss, tokens, grad_norm, lr_multiplier) -> None:
         seconds = self.clock(True)
-        self.write("step", step=step, loss=loss, tokens=tokens, train_seconds=seconds, **more)
+        facts = dict(loss=loss, grad_norm=grad_norm, lr_multiplier=lr_multiplier, tokens=tokens)
+        self.write("step", step=step, **facts, train_seconds=seconds)
         left = seconds * (steps / (step + 1) - 1)
         text = f"train_loss:{loss:.4f} {tokens / seconds:,.0f} tokens/s, {left:.0f} s left"
         self.progress(step + 1, steps, text)

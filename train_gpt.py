@@ -475,7 +475,7 @@ class GPT(nn.Module):
     def __init__(self, s: Settings):
         super().__init__()
         padded = -(-s.vocab_size // 64) * 64  # a head that tensor cores like
-        self.head = s.softcap, s.head_rows, s.fp8_head
+        self.softcap, self.head_rows, self.fp8_head = s.softcap, s.head_rows, s.fp8_head
         self.document_start = s.vocab_size - 1
         self.embed = nn.Parameter(torch.empty(padded, s.model_dim))
         self.bigram = nn.Parameter(torch.empty(s.bigram_rows, s.model_dim))
@@ -530,7 +530,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V) in fp32, between 0 and softcap."""
-        return self.head[0] * squash(F.linear(hidden, self.lm_head))
+        return self.softcap * squash(F.linear(hidden, self.lm_head))
 
     def forward(self, ids, targets, segments, windows: tuple[int, int], weights: Tensor) -> Tensor:
         """Summed cross-entropy in nats over the targets, (B, T), that are not negative.
@@ -542,7 +542,8 @@ class GPT(nn.Module):
             ahead.append(F.pad(ahead[-1][:, 1:], (0, 1), value=-1).masked_fill(after, -1))
         targets = torch.stack(ahead, -1).flatten(0, 1)
         hidden = self.hidden(ids, segments, windows).flatten(0, 1)
-        return HeadLoss.apply(hidden, self.lm_head, targets, weights, *self.head)
+        how = self.softcap, self.head_rows, self.fp8_head
+        return HeadLoss.apply(hidden, self.lm_head, targets, weights, *how)
 
 
 @torch.no_grad()
@@ -785,8 +786,8 @@ def self_check(run: Run, model: GPT, s: Settings, loader: Loader) -> dict:
             low, found["fp8_error"] = math.inf, str(error).partition("\n")[0]
         if run.ranks.sum(not low < 0.15)[0]:
             run.say(f"SLOWER: the head is not in 8 bits, for the self-check found {found}")
-            model.head = (*model.head[:2], False)
-    return found | dict(fp8_head=model.head[2])
+            model.fp8_head = False
+    return found | dict(fp8_head=model.fp8_head)
 
 
 def warm_up(run: Run, forward, model: GPT, optimizer: Muon, s: Settings, loader: Loader) -> None:
@@ -873,9 +874,8 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
             tokens += stage_at(step, s).batch_tokens
             if step % s.log_every == 0 or last:
                 total, count = ranks.sum(total, count)
-                facts = dict(lr_multiplier=lr_multiplier(step, s), tokens=tokens)
-                facts |= dict(loss=total / count, grad_norm=float(optimizer.grad_norm))
-                run.log_step(step, s.train_steps, **facts)
+                grad_norm, multiplier = float(optimizer.grad_norm), lr_multiplier(step, s)
+                run.log_step(step, s.train_steps, total / count, tokens, grad_norm, multiplier)
             if last or (s.val_every and (step + 1) % s.val_every == 0):
                 loss, bits = validate(run, forward, validation, step + 1, s.train_steps, tokens)
             if s.save_every:
@@ -889,16 +889,16 @@ def train(run: Run, s: Settings, files, entries, vocabulary, checkpoint: dict | 
 
     with run.off_clock("probe"):
         probe_causality(run, model, s, loader)
+        products = model.lm_head.numel() + sum(p.numel() for p in model.blocks.parameters())
+        speed = run.speed(tokens, 6 * products)
     if s.sample_tokens:
         with run.off_clock("sample"):
             ids = harness.generate(model, s, loader, [vocabulary.document_start], s.sample_tokens)
         run.say(f"a sample: {vocabulary.decode(ids).strip()!r}")
-    products = model.lm_head.numel() + sum(p.numel() for p in model.blocks.parameters())
     reached = (loss if s.preset == "gpu" else bits) <= s.target
     run.say(
         f"{loss:.4f} nats per token, {bits:.4f} bits per byte: target {s.target}"
-        f" {'reached' if reached else 'missed'}{harness.best_record(s.preset)}\n"
-        f"{run.speed(tokens, 6 * products)}\n"
+        f" {'reached' if reached else 'missed'}{harness.best_record(s.preset)}\n{speed}\n"
         f"another seed: ./run.sh --seed {s.seed + 1}; a record: ./run.sh record NAME --runs 8"
     )
 

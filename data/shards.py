@@ -111,7 +111,7 @@ class Vocabulary:
 
     A merge makes its token from two earlier ones, so that a token that is cut off falls back into
     what it was made from: the same as encoding the text with the fewer merges. Token t of GPT-2 is
-    ids[offsets[t] : offsets[t + 1]]; `bytes` has the bytes of text in each id.
+    ids[offsets[t]:][: lengths[t]]; `bytes` has the bytes of text in each id.
     """
 
     def __init__(self, size: int):
@@ -122,7 +122,8 @@ class Vocabulary:
             runs.append([len(runs)] if kept else runs[left] + runs[right])
             count.append(count[left] + count[right])
         runs.append([self.document_start])
-        self.offsets = np.cumsum([0] + [len(run) for run in runs])
+        self.lengths = np.array([len(run) for run in runs])
+        self.offsets = np.cumsum(self.lengths) - self.lengths
         self.ids = np.concatenate(runs).astype(np.uint16)
         self.bytes = np.array([*count[: size - 1], 0])
 
@@ -130,10 +131,10 @@ class Vocabulary:
         """uint16 GPT-2 tokens -> uint16 ids below `size`."""
         if self.size == DOCUMENT_START + 1:
             return np.asarray(tokens)
-        ids, end = new_array(np.diff(self.offsets)[tokens].sum()), 0
-        for piece in np.array_split(tokens, len(tokens) // 2**16 + 1):  # they stay in the cache
-            first = self.offsets[piece]
-            count = self.offsets[piece.astype(np.int64) + 1] - first
+        pieces = np.array_split(tokens, len(tokens) // 2**16 + 1)  # each stays in the cache
+        ids, end = new_array(sum(self.lengths[piece].sum() for piece in pieces)), 0
+        for piece in pieces:
+            first, count = self.offsets[piece], self.lengths[piece]
             at = np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
             start, end = end, end + len(at)
             ids[start:end] = self.ids[at]

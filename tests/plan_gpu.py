@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("", "data")]
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +43,8 @@ def fake_model(s: t.Settings, device: str) -> t.GPT:
 def fake_batch(s: t.Settings, stage: int, rows: int, device: str) -> t.Batch:
     size = s.seq_len[stage] if stage >= 0 else s.val_seq_len
     ids = torch.zeros(rows, size, dtype=torch.int64, device=device)
-    starts = torch.zeros(rows * t.shards.max_segments(size) + 1, dtype=torch.int32, device=device)
+    count = len(t.shards.segment_starts(np.zeros((rows, size), bool)))
+    starts = torch.zeros(count, dtype=torch.int32, device=device)
     return t.Batch(ids, ids.clone(), starts if device == "cuda" else ids.clone())
 
 

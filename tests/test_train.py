@@ -305,7 +305,7 @@ def without_8_bits(rank: int, world_size: int, folder: str, bad: str) -> dict:
     t.product = product
     try:
         model, own = t.build_model(TINY_GPU, CPU), loader(TINY_GPU, run.ranks)
-        return t.self_check(run, model, TINY_GPU, own) | {"head": model.head}
+        return t.self_check(run, model, TINY_GPU, own) | {"in_use": model.fp8_head}
     finally:
         t.product = original
 
@@ -314,7 +314,7 @@ def without_8_bits(rank: int, world_size: int, folder: str, bad: str) -> dict:
 def test_a_head_that_one_rank_cannot_have_in_8_bits_is_left_out_on_all(bad, tmp_path):
     for world_size in (1, 2):
         found = run_ranks(world_size, without_8_bits, str(tmp_path), bad)
-        assert not any(own["fp8_head"] or own["head"][2] for own in found)
+        assert not any(own["fp8_head"] or own["in_use"] for own in found)
     says = found[-1]["fp8_error"]
     assert says == "only on GPUs of capability 8.9 and above" if bad == "fail" else says > 0.15
     fine = run_ranks(1, without_8_bits, str(tmp_path), "")[0]
@@ -493,7 +493,11 @@ def first_steps(rank: int, world_size: int, s: t.Settings, steps: int = 5, warm:
     return told, t.Validation(s, own).loss(model)
 
 
-@pytest.mark.parametrize("s", [TINY, TINY_GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "s",
+    [TINY, TINY_GPU, dataclasses.replace(TINY_GPU, untie=0.0)],
+    ids=["cpu", "gpu", "gpu never tied"],
+)
 def test_ranks_and_accumulation_change_nothing(s):
     s = dataclasses.replace(s, val_tokens=3001)  # divides by nothing
     steps = s.train_steps
@@ -501,7 +505,7 @@ def test_ranks_and_accumulation_change_nothing(s):
     assert alone[0][0] > alone[-1][0] and alone[-1][1] > 0
     smaller = dataclasses.replace(s, micro_batch_tokens=max(s.seq_len))
     split, split_val = first_steps(0, 1, smaller, steps)
-    near = 1e-4 if s.fp8_head else 1e-5  # a number between two of e4m3 may go either way
+    near = 1e-4 if s.untie else 1e-5  # a tied table's gradients nearly cancel: Adam magnifies
     assert np.allclose(alone, split, rtol=near) and np.allclose(val, split_val, rtol=near)
     for world_size in (2, 4):
         for told, other_val in run_ranks(world_size, first_steps, smaller, steps):
@@ -530,7 +534,7 @@ def test_the_gpu_preset_compiled_gives_the_same_losses_and_never_compiles_on_the
     told, _ = first_steps(0, 1, s, steps=4)
     log = run("--preset", "gpu", *flags_of(s, t.Settings()), "--compile")
     losses = [line["loss"] for line in log if line["kind"] == "step"]
-    assert np.allclose(losses, [loss for loss, _ in told], rtol=1e-3)
+    assert np.allclose(losses, [loss for loss, _ in told], rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------
