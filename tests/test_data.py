@@ -304,10 +304,11 @@ def test_download_goes_on_after_a_kill(hub, tmp_path):
     assert hub.count("GET", NAMES[1]) == 1
 
 
-def test_download_stops_at_ctrl_c(hub, tmp_path):
+def test_download_stops_at_ctrl_c(hub, tmp_path):  # also where a shell ignores SIGINT, with &
     hub.faults[NAMES[2]] = stand_in.stalled(3)
+    listens = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     process = start("download", "--out", tmp_path, "--shards", 2, endpoint=hub.endpoint,
-                    HF_HUB_DOWNLOAD_TIMEOUT="20")
+                    setup=listens, HF_HUB_DOWNLOAD_TIMEOUT="20")
     while not hub.count("GET", NAMES[2]):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
